@@ -1,0 +1,595 @@
+"""The guarantees of ddp_reference.py, in its order: the names of the tests are the list.
+
+    bash run.sh test                             # all of them; also: python -m pytest test_ddp_reference.py
+    python test_ddp_reference.py -k sampler      # those with "sampler" in their name
+
+The oracles: torch's own sampler, a single process on the whole batch, an undisturbed run.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+import ddp_reference as ddp
+
+GPUS = torch.cuda.device_count()
+HERE = pathlib.Path(__file__).resolve().parent
+SCRIPT = str(HERE / "ddp_reference.py")
+CPU = torch.device("cpu")
+SMALL = ["--num-samples", "22", "--length", "64", "--epochs", "2"]
+
+# What two real NCCL ranks printed with torch's sampler (seed 0, batches of 4, two epochs):
+# (case, samples, with a sampler, set_epoch called, the loader's drop_last, [epoch][rank] batches).
+GOLDEN = [
+    ("1", 8, False, False, True, [[[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]] * 2),
+    ("2", 8, True, False, True, [[[[4, 7, 2, 1]], [[0, 3, 5, 6]]]] * 2),
+    ("3", 8, True, True, True, [[[[4, 7, 2, 1]], [[0, 3, 5, 6]]], [[[5, 2, 7, 1]], [[4, 6, 3, 0]]]]),
+    ("4", 6, True, False, False, [[[[2, 3, 1]], [[5, 0, 4]]]] * 2),
+    ("4, dropping the short batch", 6, True, False, True, [[[], []]] * 2),
+    ("5", 5, True, False, False, [[[[4, 1, 2]], [[0, 3, 4]]]] * 2),
+    ("5, with set_epoch", 5, True, True, False, [[[[4, 1, 2]], [[0, 3, 4]]], [[[0, 2, 1]], [[4, 3, 0]]]]),
+    ("6", 10, True, False, False, [[[[4, 7, 3, 0], [6]], [[1, 5, 9, 8], [2]]]] * 2),
+    ("7", 10, True, False, True, [[[[4, 7, 3, 0]], [[1, 5, 9, 8]]]] * 2),
+]
+
+
+def environment(**extra):
+    """For a subprocess: one thread a rank, no GPU, nothing left over from a launcher."""
+    unwanted = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES"}
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def start(*command, **extra):
+    """Start a Python program in a process group of its own; its output comes through pipes."""
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment(**extra), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def finish(process):
+    """(status, stdout, stderr) once every process that holds the output has ended."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def job(*options, **extra):
+    """The output of a job that must succeed."""
+    status, out, err = finish(start(SCRIPT, *options, **extra))
+    if status:
+        raise AssertionError(f"status {status}\n{out}\n{err}")
+    return out
+
+
+def epoch_lines(output):
+    """The lines of the epochs without their speed, which is never the same twice."""
+    return re.findall(r"^epoch \d+ \| .* \|(?= \d)", output, re.MULTILINE)
+
+
+def digest(output):
+    return re.fullmatch(r"parameters sha256 ([0-9a-f]{64})", output.splitlines()[-1])[1]
+
+
+def in_ranks(world_size, function, *args):
+    """[function(rank, *args) of each rank], run in a gloo group of that many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (world_size, folder, function, args), world_size)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
+
+
+def rank_main(rank, world_size, folder, function, args):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank,
+                            world_size=world_size)
+    torch.save(function(rank, *args), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def indices(n, epoch=0, start=0, **options):
+    """What each rank of options["num_replicas"] reads of n samples."""
+    def of_rank(rank):
+        sampler = ddp.DistributedSampler(range(n), rank=rank, **options)
+        sampler.set_epoch(epoch, start)
+        read = list(sampler)
+        assert len(read) == len(sampler) == sampler.num_samples
+        return read
+    return [of_rank(rank) for rank in range(options["num_replicas"])]
+
+
+def dealt(ranks):
+    """The ranks' indices in the order of their positions."""
+    return [i for turn in itertools.zip_longest(*ranks) for i in turn if i is not None]
+
+
+class TheSampler(unittest.TestCase):
+    ATTRIBUTES = "dataset num_replicas rank epoch drop_last shuffle seed num_samples total_size".split()
+
+    def assert_like_torch(self, n, num_replicas, shuffle, drop_last, seed, epochs):
+        for rank in range(num_replicas):
+            ours, torchs = (sampler(range(n), num_replicas, rank, shuffle, seed, drop_last)
+                            for sampler in (ddp.DistributedSampler, TorchSampler))
+            for epoch in epochs:
+                ours.set_epoch(epoch)
+                torchs.set_epoch(epoch)
+                self.assertEqual(list(ours), list(torchs))
+            self.assertEqual(len(ours), len(torchs))
+            for name in self.ATTRIBUTES:
+                self.assertEqual(getattr(ours, name), getattr(torchs, name), name)
+
+    def test_it_gives_the_indices_of_torchs_sampler_for_every_small_case(self):
+        for n, num_replicas, shuffle, drop_last, seed in itertools.product(
+                range(26), range(1, 9), (True, False), (True, False), (0, 7)):
+            with self.subTest(n=n, num_replicas=num_replicas, shuffle=shuffle, drop_last=drop_last, seed=seed):
+                self.assert_like_torch(n, num_replicas, shuffle, drop_last, seed, (0, 1, 5))
+
+    def test_it_gives_the_indices_of_torchs_sampler_for_large_data_sets(self):
+        for n, num_replicas in ((8191, 1), (8192, 1), (100_003, 7), (1_000_000, 64)):
+            for shuffle, drop_last in itertools.product((True, False), repeat=2):
+                self.assert_like_torch(n, num_replicas, shuffle, drop_last, 3, (2,))
+
+    def test_the_int32_permutation_it_uses_is_the_int64_permutation_torch_uses(self):
+        for n in (0, 1, 2, 1000, 20_000, 100_000, 3_000_000):
+            small, large = (torch.randperm(n, generator=torch.Generator().manual_seed(n), dtype=dtype)
+                            for dtype in (torch.int32, torch.int64))
+            self.assertTrue(torch.equal(small, large))
+
+    def test_a_loader_reads_with_it_what_two_real_ranks_read_in_nine_experiments(self):
+        for case, n, with_sampler, calls_set_epoch, drop_last, epochs in GOLDEN:
+            for rank in range(2):
+                sampler = ddp.DistributedSampler(range(n), 2, rank) if with_sampler else None
+                loader = DataLoader(range(n), 4, sampler=sampler, drop_last=drop_last)
+                for epoch in range(2):
+                    if calls_set_epoch:
+                        sampler.set_epoch(epoch)
+                    with self.subTest(case=case, rank=rank, epoch=epoch), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        self.assertEqual([batch.tolist() for batch in loader], epochs[epoch][rank])
+
+    def test_without_padding_every_sample_is_read_exactly_once(self):
+        for n, num_replicas, shuffle in itertools.product(range(26), range(1, 9), (True, False)):
+            ranks = indices(n, num_replicas=num_replicas, shuffle=shuffle, pad=False)
+            self.assertEqual(sorted(dealt(ranks)), list(range(n)))
+            self.assertLessEqual(max(map(len, ranks)) - min(map(len, ranks)), 1)
+
+    def test_drop_last_drops_also_where_it_would_not_pad(self):
+        self.assertEqual([len(rank) for rank in indices(10, num_replicas=4, drop_last=True, pad=False)], [2] * 4)
+
+    def test_after_any_start_any_number_of_ranks_reads_the_rest_once(self):
+        for n, start, num_replicas in itertools.product((0, 1, 7, 24), range(25), range(1, 7)):
+            if start <= n:
+                order = indices(n, epoch=3, num_replicas=1)[0]
+                rest = indices(n, epoch=3, start=start, num_replicas=num_replicas, pad=False)
+                self.assertEqual(dealt(rest), order[start:])
+                padded = dealt(indices(n, epoch=3, start=start, num_replicas=num_replicas))
+                self.assertEqual(padded[:n - start], order[start:])
+                self.assertEqual(padded[n - start:], (order * 7)[:-(n - start) % num_replicas])
+                dropped = dealt(indices(n, epoch=3, start=start, num_replicas=num_replicas, drop_last=True))
+                self.assertEqual(dropped, order[start:start + (n - start) // num_replicas * num_replicas])
+
+    def test_after_k_samples_on_each_rank_it_goes_on_as_if_it_had_not_stopped(self):
+        for options in ({}, {"drop_last": True}, {"pad": False}, {"shuffle": False}):
+            whole = indices(23, epoch=1, num_replicas=4, **options)
+            for k in range(6):
+                rest = indices(23, epoch=1, start=4 * k, num_replicas=4, **options)
+                self.assertEqual(rest, [rank[k:] for rank in whole])
+
+    def test_a_second_pass_without_set_epoch_warns_once_and_names_the_remedy(self):
+        sampler = ddp.DistributedSampler(range(5), 2, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for epoch in range(3):
+                sampler.set_epoch(epoch)
+                list(sampler)
+            unshuffled = ddp.DistributedSampler(range(5), 2, 0, shuffle=False)
+            list(unshuffled), list(unshuffled)
+        with self.assertWarnsRegex(UserWarning, r"set_epoch\(epoch\)"):
+            list(sampler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(sampler)
+
+    def test_it_takes_four_bytes_a_sample_and_its_own_part(self):
+        class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+            largest = 0
+
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                result = function(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor) and result._base is None:
+                    Counted.largest = max(Counted.largest, result.untyped_storage().nbytes())
+                return result
+        with Counted():
+            first = next(iter(ddp.DistributedSampler(range(100_000), 8, 3)))
+        self.assertIsInstance(first, int)
+        self.assertLessEqual(Counted.largest, 400_000)
+        unshuffled = iter(ddp.DistributedSampler(range(2**50), 2**20, 5, shuffle=False))
+        self.assertEqual([next(unshuffled), next(unshuffled)], [5, 5 + 2**20])
+
+    def test_a_number_out_of_range_is_a_value_error_that_says_the_range(self):
+        for arguments, message in (((2, 2), r"rank is 2, but must be in \[0, 2\)"), ((2, -1), "rank is -1"),
+                                   ((0, 0), "num_replicas is 0, but must be at least 1")):
+            with self.assertRaisesRegex(ValueError, message):
+                ddp.DistributedSampler(range(5), *arguments)
+        for start in (-1, 6):
+            with self.assertRaisesRegex(ValueError, rf"start is {start}, but must be in \[0, 5\]"):
+                ddp.DistributedSampler(range(5), 2, 0).set_epoch(0, start)
+
+    def test_a_data_set_without_a_length_is_a_type_error_that_points_at_streaming(self):
+        with self.assertRaisesRegex(TypeError, "generator has no length.*IterableDataset"):
+            ddp.DistributedSampler((i for i in range(5)), 2, 0)
+
+
+class TheDataSetAndTheNet(unittest.TestCase):
+    def test_an_item_depends_on_seed_and_index_alone_also_in_loader_workers(self):
+        dataset = ddp.SyntheticDataset(6, 50, seed=1)
+        in_workers = list(DataLoader(dataset, batch_size=None, num_workers=2, sampler=[5, 3, 0, 3]))
+        for (x, y), i in zip(in_workers, [5, 3, 0, 3]):
+            again = ddp.SyntheticDataset(100, 50, seed=1)[i]
+            self.assertTrue(torch.equal(x, again[0]) and torch.equal(y, again[1]))
+        self.assertFalse(torch.equal(dataset[0][0], dataset[1][0]))
+        self.assertFalse(torch.equal(dataset[0][0], ddp.SyntheticDataset(6, 50, seed=2)[0][0]))
+
+    def test_x_is_standard_normal_and_y_the_channel_with_the_largest_moving_sum(self):
+        x, y = ddp.SyntheticDataset()[99]
+        self.assertEqual((x.dtype, x.shape, y.dtype, y.shape),
+                         (torch.float32, (3, 10000), torch.int64, (10000,)))
+        self.assertAlmostEqual(float(x.mean()), 0, delta=0.03)
+        self.assertAlmostEqual(float(x.std()), 1, delta=0.03)
+        sums = F.conv1d(x[:, None], torch.ones(1, 1, 3), padding=1)[:, 0]
+        self.assertGreater((sums.argmax(0) == y).double().mean(), 0.9999)
+
+    def test_an_index_out_of_range_is_an_index_error(self):
+        for i in (-1, 100):
+            with self.assertRaises(IndexError):
+                ddp.SyntheticDataset()[i]
+
+    def test_the_net_gives_a_logit_of_either_sign_for_every_class_and_position(self):
+        logits = ddp.ConvNet(num_classes=5)(torch.randn(2, 3, 11))
+        self.assertEqual(logits.shape, (2, 5, 11))
+        self.assertTrue((logits < 0).any() and (logits > 0).any())
+
+
+class FrozenNorm(ddp.ConvNet):
+    """The net with BatchNorm always in eval mode.
+
+    In training BatchNorm normalises by the statistics of the batch it sees, and a rank, or one batch of
+    a window, is another batch than the whole one of a single process: they would not be comparable.
+    """
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def net(kind=FrozenNorm):
+    torch.manual_seed(0)
+    return kind()
+
+
+def trained(model, loader, **options):
+    """What train_steps makes of a model, with SGD: (state, samples at each step, sums)."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = list(ddp.train_steps(model, loader, optimizer, CPU, sums, **options))
+    return getattr(model, "module", model).state_dict(), samples, sums
+
+
+def evaluated(rank, world_size):
+    """What evaluate() says on one of world_size ranks."""
+    data = ddp.SyntheticDataset(25, 40)
+    sampler = ddp.DistributedSampler(data, world_size, rank, shuffle=False, pad=False)
+    model = DistributedDataParallel(net(ddp.ConvNet)) if world_size > 1 else net(ddp.ConvNet)
+    return ddp.evaluate(model, DataLoader(data, 4, sampler=sampler), CPU)
+
+
+def on_each_of_two_ranks(rank):
+    result = {"evaluated": evaluated(rank, 2)}
+
+    data = ddp.SyntheticDataset(8, 40)
+    x, y = (torch.stack(part) for part in zip(*data))
+    model = DistributedDataParallel(net().eval())
+    F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+    result["gradients"] = [parameter.grad for parameter in model.parameters()]
+
+    sampler = ddp.DistributedSampler(range(10))  # num_replicas and rank are those of the group
+    result["batches"] = [batch.tolist() for batch in DataLoader(range(10), 4, sampler=sampler)]
+
+    buckets = []
+
+    def counted(group, bucket):
+        buckets.append(bucket)
+        return allreduce_hook(group, bucket)
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, counted)
+    loader = DataLoader(data, 1, sampler=ddp.DistributedSampler(data))
+    result["accumulated"] = trained(model, loader, accumulate=2)
+    result["communications"] = len(buckets)
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        module = ddp.train(ddp.parse_args(["--backend", "gloo", *SMALL]), CPU, rank, 2)
+    result["output"], result["digest"] = out.getvalue(), ddp.digest(module)
+    return result
+
+
+class TheLoop(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.ranks = in_ranks(2, on_each_of_two_ranks)
+
+    def assert_same_state(self, one, other):
+        self.assertEqual(one.keys(), other.keys())
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], msg=name)
+
+    def test_gradients_on_two_ranks_are_those_of_a_single_process_on_the_whole_batch(self):
+        module = net().eval()
+        x, y = (torch.stack(part) for part in zip(*ddp.SyntheticDataset(8, 40)))
+        F.cross_entropy(module(x), y).backward()
+        for rank in self.ranks:
+            for gradient, parameter in zip(rank["gradients"], module.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+
+    def test_two_ranks_read_the_golden_batches(self):
+        self.assertEqual([rank["batches"] for rank in self.ranks], GOLDEN[7][5][0])
+
+    def test_all_ranks_hold_the_same_parameters_and_buffers_after_training(self):
+        self.assertEqual(self.ranks[0]["digest"], self.ranks[1]["digest"])
+
+    def test_rank_0_alone_speaks_and_the_digest_it_prints_is_that_of_every_rank(self):
+        self.assertEqual(digest(self.ranks[0]["output"]), self.ranks[1]["digest"])
+        self.assertEqual(self.ranks[1]["output"], "")
+
+    def test_accumulating_on_two_ranks_equals_one_step_of_one_process_on_all_their_batches(self):
+        data = ddp.SyntheticDataset(8, 40)
+        loader = DataLoader(data, 4, sampler=ddp.DistributedSampler(data, 1, 0))
+        state, samples, sums = trained(net(), loader)
+        self.assertEqual(samples, [4, 8])
+        for rank in self.ranks:
+            self.assert_same_state(rank["accumulated"][0], state)
+            self.assertEqual(rank["accumulated"][1], [2, 4])
+        torch.testing.assert_close(sum(rank["accumulated"][2] for rank in self.ranks)[:3], sums[:3], rtol=1e-6, atol=0)
+
+    def test_the_ranks_communicate_only_on_the_last_batch_of_a_window(self):
+        self.assertEqual(self.ranks[0]["communications"], 2)  # one bucket, two windows of two batches
+
+    def test_the_last_short_window_is_a_step_by_the_mean_of_its_own_batches(self):
+        data = ddp.SyntheticDataset(5, 40)
+        state, samples, _ = trained(net(), DataLoader(data, 1), accumulate=2)
+        self.assertEqual(samples, [2, 4, 5])
+        expected, *_ = trained(net(), DataLoader(data, batch_sampler=[[0, 1], [2, 3], [4]]))
+        self.assert_same_state(state, expected)
+
+    def test_amp_runs_the_net_in_bfloat16_and_keeps_float32_parameters(self):
+        seen = []
+        module = net(ddp.ConvNet)
+        module.conv2.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        trained(module, DataLoader(ddp.SyntheticDataset(2, 40)), amp=True)
+        self.assertEqual(set(seen), {torch.bfloat16})
+        self.assertEqual({parameter.dtype for parameter in module.parameters()}, {torch.float32})
+
+    def test_evaluation_gives_the_numbers_of_a_plain_loop_on_1_2_and_3_ranks(self):
+        module = net(ddp.ConvNet).eval()
+        losses, correct = [], []
+        with torch.no_grad():
+            for x, y in ddp.SyntheticDataset(25, 40):
+                logits = module(x[None])
+                losses.append(F.cross_entropy(logits, y[None]).item())
+                correct.append((logits.argmax(1) == y).double().mean().item())
+        results = [evaluated(0, 1), *(rank["evaluated"] for rank in self.ranks), *in_ranks(3, evaluated, 3)]
+        for loss, accuracy in results:
+            self.assertAlmostEqual(loss, sum(losses) / 25, places=6)
+            self.assertAlmostEqual(accuracy, sum(correct) / 25, places=6)
+
+    def test_the_steps_wait_for_the_device_nowhere(self):
+        # .item(), .tolist(), bool() and the like all call this operator.
+        class NoSynchronisation(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+                return function(*args, **(kwargs or {}))
+        module, batch = net(), [part[None] for part in ddp.SyntheticDataset(1, 40)[0]]
+        with NoSynchronisation():
+            trained(module, [batch] * 3, accumulate=2)
+            with self.assertRaises(AssertionError):
+                torch.zeros(1).item()
+
+
+class TheJob(unittest.TestCase):
+    def test_the_main_job_learns_and_reports_in_the_agreed_form(self):
+        lines = job().splitlines()
+        self.assertEqual(lines[0], f"gloo, world size 2, cpu, torch {torch.__version__}")
+        number = r"\d+\.\d{4}"
+        for epoch, line in enumerate(lines[1:-1]):
+            self.assertRegex(line, rf"^epoch {epoch} \| loss {number} accuracy [01]\.\d{{3}} \| "
+                                   rf"val_loss {number} val_accuracy [01]\.\d{{3}} \| \d+\.\d samples/s$")
+        losses = [float(line.split()[4]) for line in lines[1:-1]]
+        self.assertEqual(losses, sorted(losses, reverse=True))
+        self.assertGreater(float(lines[-2].split()[11]), 0.9)
+        self.assertRegex(lines[-1], "^parameters sha256 [0-9a-f]{64}$")
+
+    def test_spawn_torchrun_and_two_nodes_train_the_same_model(self):
+        spawned = job(*SMALL)
+        torchrun = [sys.executable, "-m", "torch.distributed.run"][1:]
+        one_node = finish(start(*torchrun, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
+        self.assertEqual(one_node[0], 0, one_node)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        nodes = [start(*torchrun, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
+                       f"--master-port={port}", "--nproc-per-node=1", SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="lo")
+                 for node in range(2)]
+        two_nodes = [finish(node) for node in nodes]
+        self.assertEqual([status for status, *_ in two_nodes], [0, 0], two_nodes)
+        for output in (one_node[1], two_nodes[0][1]):
+            self.assertEqual(epoch_lines(output), epoch_lines(spawned))
+            self.assertEqual(digest(output), digest(spawned))
+
+    def test_two_jobs_at_once_do_not_disturb_each_other_and_loader_workers_change_nothing(self):
+        jobs = [start(SCRIPT, *SMALL), start(SCRIPT, *SMALL, "--num-workers", "2")]
+        (status, out, err), (status2, out2, err2) = map(finish, jobs)
+        self.assertEqual((status, status2), (0, 0), err + err2)
+        self.assertEqual(digest(out), digest(out2))
+
+    def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_no_process_left(self):
+        status, out, err = self.broken_job("if i == 7: raise ValueError('sample 7 is bad')")
+        self.assertEqual(status, 1)
+        self.assertEqual(err.count("Traceback"), 1)
+        self.assertRegex(err, r"(?s)^rank [01] failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
+
+    def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
+        status, out, err = self.broken_job(
+            "if i == 7: os.kill(os.getpid(), signal.SIGKILL)")
+        self.assertEqual(status, 128 + signal.SIGKILL)
+        self.assertRegex(err, r"rank [01] was ended by SIGKILL\n$")
+
+    def broken_job(self, statement):
+        """A job on a data set that executes a statement before it gives item i."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder, "broken.py")
+            program.write_text(f"import os, signal, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                               "import ddp_reference as ddp\n"
+                               "class Broken(ddp.SyntheticDataset):\n"
+                               "    def __getitem__(self, i):\n"
+                               f"        {statement}\n"
+                               "        return super().__getitem__(i)\n"
+                               "ddp.SyntheticDataset = Broken\n"
+                               "if __name__ == '__main__':\n"
+                               "    sys.exit(ddp.launch(ddp.parse_args()))\n")
+            return finish(start(program, *SMALL))
+
+    def test_a_loss_that_is_not_finite_ends_the_job_with_epoch_and_step(self):
+        status, out, err = finish(start(SCRIPT, *SMALL, "--lr", "1e30"))
+        self.assertEqual(status, 1)
+        self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 1\b")
+
+    def test_ctrl_c_ends_the_job_quietly_with_status_130(self):
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
+        self.wait_for(process, "epoch 0")
+        os.killpg(process.pid, signal.SIGINT)
+        status, out, err = finish(process)
+        self.assertEqual((status, err), (130, ""))
+
+    def wait_for(self, process, beginning):
+        for line in process.stdout:
+            if line.startswith(beginning):
+                return
+        self.fail(process.stderr.read())
+
+    @unittest.skipUnless(sys.platform == "linux", "reads /proc")
+    def test_a_job_on_one_machine_listens_on_the_loopback_address_alone(self):
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000")
+        self.wait_for(process, "epoch 0")
+        addresses = self.listening(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        finish(process)
+        self.assertTrue(addresses)
+        self.assertEqual(addresses - {"0100007F"}, set())  # 127.0.0.1, as /proc/net/tcp writes it
+
+    def listening(self, group):
+        """The addresses on which the processes of a process group listen."""
+        sockets = set()
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(folder.name)) == group:
+                    sockets |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
+        rows = [line.split() for table in ("tcp", "tcp6")
+                for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]]
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+class TheCommandLine(unittest.TestCase):
+    def refusal(self, *options):
+        """The one line with which parse_args refuses the options."""
+        with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit) as end:
+            ddp.parse_args(options)
+        self.assertEqual(end.exception.code, 2)
+        self.assertEqual(err.getvalue().count("\n"), 1)
+        return err.getvalue()
+
+    def test_a_number_out_of_range_is_refused_with_the_range(self):
+        for option, bad in {"--epochs": "0 -1 x 1.5", "--batch-size": "0 -4", "--num-samples": "0",
+                            "--length": "0 1", "--lr": "0 -1 nan inf x", "--nproc-per-node": "0",
+                            "--num-workers": "-1", "--accumulate": "0", "--seed": "-1 4294967296",
+                            "--log-interval": "0"}.items():
+            for value in bad.split():
+                with self.subTest(option=option, value=value):
+                    self.assertRegex(self.refusal(f"{option}={value}"), rf"argument {option}: '{value}' is not")
+
+    def test_an_unknown_backend_or_option_is_refused(self):
+        self.assertIn("invalid choice: 'mpi'", self.refusal("--backend", "mpi"))
+        self.assertIn("unrecognized arguments: --wat", self.refusal("--wat"))
+
+    def test_nccl_without_a_gpu_for_each_process_is_refused_with_the_remedy(self):
+        self.assertIn("use --backend gloo", self.refusal("--backend", "nccl", "--nproc-per-node", str(GPUS + 1)))
+
+    @unittest.skipIf(GPUS, "this machine has GPUs")
+    def test_sync_bn_without_gpus_is_refused(self):
+        self.assertIn("--sync-bn needs GPUs", self.refusal("--sync-bn"))
+
+    def test_drop_last_that_leaves_nothing_is_refused(self):
+        options = "--drop-last", "--num-samples=11", "--nproc-per-node=3", "--backend=gloo"
+        self.assertIn("leaves nothing to train on", self.refusal(*options, "--batch-size=4"))
+        self.assertEqual(ddp.parse_args([*options, "--batch-size=3"]).batch_size, 3)
+
+    def test_a_refusal_is_one_line_on_stderr_status_2_and_no_traceback(self):
+        for extra in ({"MASTER_PORT": "1", "MASTER_ADDR": "192.0.2.1"}, {"MASTER_PORT": "x"}):
+            status, out, err = finish(start(SCRIPT, **extra))
+            self.assertEqual((status, out, err.count("\n")), (2, "", 1), err)
+
+
+@unittest.skipUnless(GPUS, "needs a GPU")
+class OnGPUs(unittest.TestCase):
+    VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))}
+
+    def test_the_main_job_runs_on_nccl_with_one_process_per_gpu(self):
+        output = job(**self.VISIBLE)
+        self.assertTrue(output.startswith(f"nccl, world size {GPUS}, cuda, "), output)
+
+    def test_one_process_on_nccl_learns_also_with_amp_sync_bn_and_loader_workers(self):
+        for options in ([], ["--amp"], ["--sync-bn"], ["--num-workers", "2"], ["--accumulate", "2"]):
+            lines = job("--nproc-per-node", "1", *options, **self.VISIBLE).splitlines()
+            self.assertGreater(float(lines[-2].split()[11]), 0.8, lines)
+
+    def test_two_gloo_processes_share_a_gpu(self):
+        output = job("--nproc-per-node", "2", "--backend", "gloo", CUDA_VISIBLE_DEVICES="0")
+        self.assertTrue(output.startswith("gloo, world size 2, cuda, "), output)
+
+    @unittest.skipUnless(GPUS > 1, "needs two GPUs")
+    def test_each_rank_has_a_gpu_of_its_own(self):
+        output = job("--nproc-per-node", "2", *SMALL, **self.VISIBLE)
+        self.assertTrue(output.startswith("nccl, world size 2, cuda, "), output)
+
+
+def main():
+    """Run the tests and end with a line `N passed, N failed, N skipped`."""
+    program = unittest.main(exit=False, verbosity=2, argv=[sys.argv[0], *sys.argv[1:]])
+    result = program.result
+    bad = {getattr(test, "test_case", test).id() for test, _ in result.failures + result.errors}
+    failed, skipped = len(bad) + len(result.unexpectedSuccesses), len(result.skipped)
+    sys.stderr.flush()
+    print(f"{max(0, result.testsRun - failed - skipped)} passed, {failed} failed, {skipped} skipped", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
