@@ -194,8 +194,8 @@ def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False)
     """Train on all that the loader gives; after each optimizer step, yield the samples read so far.
 
     model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
-    sums: float64 (4,) on the device; the tally of every batch is added to its first three. The fourth
-        counts the steps until the sum of the losses stopped being finite.
+    sums: float64 on the device; the tally of each batch is added to the first three. The fourth counts
+        the steps until the sum of the losses stopped being finite.
     accumulate: batches a step. Its gradient is the mean over them, also in the last, shorter window.
     amp: run the net under bfloat16 autocast.
     """
@@ -258,26 +258,87 @@ def digest(module):
     return sha256.hexdigest()
 
 
+# Checkpoints
+
+
+def save_checkpoint(path, state):
+    """Write a checkpoint so that at every moment `path` is either the old one or the new one, whole.
+
+    Raises OSError, with the old one intact, if it cannot be written.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is reused
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
+        os.replace(temporary, os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(folder, os.O_RDONLY)
+    os.fsync(directory)  # and now the name
+    os.close(directory)
+
+
+def load_checkpoint(path, job, module, device):
+    """The state that save_checkpoint wrote, its tensors on `device`; None if there is no file.
+
+    job: a dict of what has to be the same to go on.  module: so have its parameters' shapes.
+    Raises ValueError, naming the file and what is wrong with it.
+    """
+    def identity(job, module_state):
+        return job | {name: list(tensor.shape) for name, tensor in module_state.items()}
+    try:
+        # Onto this rank's device: without map_location every rank loads onto rank 0's GPU.
+        state = torch.load(path, map_location=device, weights_only=True)
+        saved = identity(state["job"], state["module"])
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # which one a damaged file raises depends on where the damage is
+        raise ValueError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
+    here = identity(job, module.state_dict())
+    for name in here | saved:
+        if here.get(name) != saved.get(name):
+            raise ValueError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
+                             f"but here it is {here.get(name)}")
+    return state
+
+
+def resume(args, device, module, optimizer):
+    """Load the job's checkpoint, if there is one: (epoch, samples of it already read, their sums)."""
+    epoch, samples, sums = 0, 0, [0, 0, 0]
+    if args.checkpoint and (state := load_checkpoint(args.checkpoint, args.job, module, device)):
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # as the command line says now, not as it said then
+        epoch, samples, sums = state["epoch"], state["samples"], state["sums"]
+    # No rank goes on before all have loaded, nor from elsewhere than the others.
+    total = sum_over_ranks(torch.tensor([epoch, samples, 1], dtype=torch.float64, device=device))
+    if total != [total[2] * epoch, total[2] * samples, total[2]]:
+        raise RuntimeError(f"the ranks find different checkpoints: {args.checkpoint} must be one file for all")
+    return epoch, samples, sums
+
+
 # One process of the job
 
 
-def means(sums, epoch):
-    """(loss, accuracy) over all ranks so far, from the sums that train_steps keeps.
-
-    Raises FloatingPointError on every rank if a loss was not finite.
-    """
-    loss, correct, positions, _ = sum_over_ranks(sums)
-    if not math.isfinite(loss):
-        step = sums[3].clone()  # on the rank where it began: the others follow by the shared gradient
+def total_over_ranks(sums, epoch):
+    """The sums of train_steps over all ranks, as a list. Raises FloatingPointError if the loss is not finite."""
+    totals = sum_over_ranks(sums)
+    if not math.isfinite(totals[0]):
+        step = sums[3].clone()  # the first rank's: the others follow, by the shared gradient
         if dist.is_initialized():
             dist.all_reduce(step, dist.ReduceOp.MIN)
         raise FloatingPointError(f"the loss is not finite in epoch {epoch}, step {int(step)}: lower --lr?")
-    return loss / positions, correct / positions
+    return totals
 
 
-def train(args, device, rank, world_size):
-    """What a single process would do, and what makes it one of `world_size`: train, evaluate, report."""
-    torch.manual_seed(args.seed)
+def make_loaders(args, device, rank, world_size):
+    """(sampler, loader, validation loader) of one rank."""
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=args.drop_last)
@@ -288,42 +349,79 @@ def train(args, device, rank, world_size):
                    num_workers=args.num_workers, persistent_workers=args.num_workers > 0,
                    multiprocessing_context="fork" if fork else None)
     loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, **options)
-    val_loader = DataLoader(val_set, sampler=val_sampler, **options)
+    return sampler, loader, DataLoader(val_set, sampler=val_sampler, **options)
 
+
+def train(args, device, rank, world_size):
+    """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
+
+    Returns the trained module, or None if SIGTERM ended the training early.
+    """
+    sampler, loader, val_loader = make_loaders(args, device, rank, world_size)
+    torch.manual_seed(args.seed)
     module = ConvNet().to(device)
     if args.sync_bn:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
+    first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
     # BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by those of all).
     # The running ones are rank 0's: the wrapper broadcasts them before a step, not after the last.
     model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
                                     gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
 
-    if rank == 0:
-        print(f"{args.backend}, world size {world_size}, {device.type}, torch {torch.__version__}", flush=True)
+    def say(line, end="\n"):
+        if rank == 0:
+            print(line, end=end, flush=True)
+
+    def save(epoch, samples, sums):
+        if rank == 0 and args.checkpoint:
+            save_checkpoint(args.checkpoint, dict(
+                job=args.job, module=module.state_dict(), optimizer=optimizer.state_dict(),
+                epoch=epoch, samples=samples, sums=sums))
+
+    say(f"{args.backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
+    if first_epoch >= args.epochs:
+        say(f"{args.checkpoint} is of the finished job: {first_epoch} epochs")
+    elif first_epoch or samples:
+        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {args.num_samples}")
+    terminated = []
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
     clear_line = "\r\033[K" if sys.stdout.isatty() else ""
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)
-        sums = torch.zeros(4, dtype=torch.float64, device=device)
-        begin = time.perf_counter()
-        for step, samples in enumerate(
-                train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp), start=1):
-            if step % args.log_interval == 0:
-                loss, accuracy = means(sums, epoch)
-                if rank == 0 and clear_line:
-                    rate = samples * world_size / (time.perf_counter() - begin)
-                    print(f"{clear_line}epoch {epoch} step {step} | loss {loss:.4f} accuracy {accuracy:.3f} | "
-                          f"{rate:.1f} samples/s", end="", flush=True)
-        loss, accuracy = means(sums, epoch)
-        rate = samples * world_size / (time.perf_counter() - begin)
+    for epoch in range(first_epoch, args.epochs):
+        start, read, begin, rate = samples, 0, time.perf_counter(), 0.0
+        sampler.set_epoch(epoch, start)
+        step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
+        last_step = step + math.ceil(len(loader) / args.accumulate)
+        loss, correct, positions = saved_sums
+        sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
+                            device=device)
+        for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
+            step += 1
+            due = args.checkpoint_every and step % args.checkpoint_every == 0
+            if step % args.log_interval and step < last_step and not due:
+                continue
+            sums[4] = bool(terminated)  # rides along with the sums: all ranks see it at the same step
+            loss, correct, positions, _, stop = total_over_ranks(sums, epoch)
+            samples = min(start + read * world_size, args.num_samples)
+            rate = read * world_size / (time.perf_counter() - begin)
+            if clear_line:
+                say(f"{clear_line}epoch {epoch} step {step}/{last_step} | loss {loss / positions:.4f} "
+                    f"accuracy {correct / positions:.3f} | {rate:.1f} samples/s", end="")
+            if due or stop:
+                save(epoch, samples, [loss, correct, positions])
+            if stop:
+                say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
+                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave ends the job
+                return None
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, val_accuracy = evaluate(model, val_loader, device)
-        if rank == 0:
-            print(f"{clear_line}epoch {epoch} | loss {loss:.4f} accuracy {accuracy:.3f} | val_loss {val_loss:.4f} "
-                  f"val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s", flush=True)
-    if rank == 0:
-        print(f"parameters sha256 {digest(module)}", flush=True)
+        say(f"{clear_line}epoch {epoch} | loss {loss / positions:.4f} accuracy {correct / positions:.3f} | "
+            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
+        samples, saved_sums = 0, [0, 0, 0]
+        save(epoch + 1, samples, saved_sums)
+    say(f"parameters sha256 {digest(module)}")
     return module
 
 
@@ -336,13 +434,19 @@ def worker(local_rank, args, store_address=None):
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    store = None
     if store_address:
         os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(args.nproc_per_node),
                           LOCAL_WORLD_SIZE=str(args.nproc_per_node))
-        store = dist.TCPStore(*store_address, is_master=False, timeout=datetime.timedelta(seconds=60))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    store = None
+    if store_address:
+        store = dist.TCPStore(*store_address, is_master=False, timeout=datetime.timedelta(seconds=60))
+    elif local_world_size == world_size:
+        # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
+        # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
+        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                                 next(dist.rendezvous("env://", rank, world_size))[0])
     if local_world_size == world_size:  # one machine: listen on nothing but the loopback address
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -357,7 +461,7 @@ def worker(local_rank, args, store_address=None):
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
                             device_id=device if args.backend == "nccl" else None)
     try:
-        train(args, device, rank, world_size)
+        finished = train(args, device, rank, world_size) is not None
     except Exception as error:
         # The first rank to fail says why; the others fail because it has left.
         if store is None or store.add("failed", 1) == 1:
@@ -370,6 +474,8 @@ def worker(local_rank, args, store_address=None):
         # it shuts down (pytorch/pytorch#190489). The model does: it has gone with train()'s frame. So do
         # the default arguments of torch.distributed.nn, if DDP is the first to import it.
         dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + signal.SIGTERM)
 
 
 # The launch
@@ -409,6 +515,8 @@ def launch(args):
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until a worker is ready for it
     context = mp.spawn(worker, (args, address), args.nproc_per_node, join=False)
+    if args.checkpoint:  # the ranks will write one and end
+        signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while not context.join(grace_period=2):
@@ -490,12 +598,16 @@ def parse_args(argv=None):
                       help="leave out what does not fill a batch on every process")
     data.add_argument("--num-workers", type=whole(0), default=0, metavar="N",
                       help="loader processes for each process; 0: it loads by itself [%(default)s]")
+    resuming = parser.add_argument_group("resuming")
+    resuming.add_argument("--checkpoint", metavar="PATH",
+                          help="resume from this file if it exists; write it after each epoch and on SIGTERM")
+    resuming.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="and after every N steps")
     args = parser.parse_args(argv)
 
     gpus = torch.cuda.device_count()
     if under_torchrun():
         if args.nproc_per_node:
-            parser.error("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
+            refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
         args.nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         world_size = int(os.environ["WORLD_SIZE"])
     else:
@@ -503,13 +615,24 @@ def parse_args(argv=None):
     if args.backend is None:
         args.backend = "nccl" if args.nproc_per_node <= gpus else "gloo"
     if args.backend == "nccl" and args.nproc_per_node > gpus:
-        parser.error(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
+        refuse(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
                      f"use --backend gloo" + (", which lets them share" if gpus else ""))
     if args.sync_bn and not gpus:
-        parser.error("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on a CPU")
+        refuse("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on a CPU")
     if args.drop_last and args.num_samples // world_size < args.batch_size:
-        parser.error(f"--drop-last leaves nothing to train on: {args.num_samples} samples on {world_size} "
+        refuse(f"--drop-last leaves nothing to train on: {args.num_samples} samples on {world_size} "
                      f"processes do not fill one batch of {args.batch_size}")
+    args.job = {"number of samples": args.num_samples, "length": args.length, "seed": args.seed}
+    if args.checkpoint_every and not args.checkpoint:
+        refuse("--checkpoint-every needs --checkpoint PATH")
+    if args.checkpoint:
+        folder = os.path.dirname(os.path.realpath(args.checkpoint))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            refuse(f"--checkpoint {args.checkpoint}: {folder} is not a folder that can be written to")
+        try:
+            load_checkpoint(args.checkpoint, args.job, ConvNet(), "cpu")
+        except ValueError as error:
+            refuse(error)
     return args
 
 

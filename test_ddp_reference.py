@@ -7,11 +7,13 @@ The oracles: torch's own sampler, a single process on the whole batch, an undist
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +37,7 @@ GPUS = torch.cuda.device_count()
 HERE = pathlib.Path(__file__).resolve().parent
 SCRIPT = str(HERE / "ddp_reference.py")
 CPU = torch.device("cpu")
+TORCHRUN = ["-m", "torch.distributed.run"]
 SMALL = ["--num-samples", "22", "--length", "64", "--epochs", "2"]
 
 # What two real NCCL ranks printed with torch's sampler (seed 0, batches of 4, two epochs):
@@ -75,12 +78,53 @@ def finish(process):
     return process.returncode, out, err
 
 
+def wait_for(process, beginning):
+    """Read a process's output up to the line that begins so."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"no line begins with {beginning!r}\n{process.stderr.read()}")
+
+
 def job(*options, **extra):
     """The output of a job that must succeed."""
     status, out, err = finish(start(SCRIPT, *options, **extra))
     if status:
         raise AssertionError(f"status {status}\n{out}\n{err}")
     return out
+
+
+@functools.cache
+def undisturbed(*options):
+    """The output of the small job, run through."""
+    return job(*SMALL, *options)
+
+
+def sabotage(function, number, statement):
+    """A program text: in each process, a statement goes before the number-th call of a function."""
+    return f"""
+def sabotaged(original, calls=[]):
+    def function(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == {number}:
+            {statement}
+        return original(*args, **kwargs)
+    return function
+{function} = sabotaged({function})
+"""
+
+
+READ = "ddp.SyntheticDataset.__getitem__"
+KILL_THE_JOB = "os.killpg(0, signal.SIGKILL)"
+
+
+def program(folder, text):
+    """The path of a program that is ddp_reference.py after some other statements."""
+    path = pathlib.Path(folder, "program.py")
+    path.write_text(f"import os, resource, signal, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                    f"import ddp_reference as ddp\n{text}\n"
+                    "if __name__ == '__main__':\n    sys.exit(ddp.launch(ddp.parse_args()))\n")
+    return path
 
 
 def epoch_lines(output):
@@ -147,7 +191,7 @@ class TheSampler(unittest.TestCase):
                 self.assert_like_torch(n, num_replicas, shuffle, drop_last, seed, (0, 1, 5))
 
     def test_it_gives_the_indices_of_torchs_sampler_for_large_data_sets(self):
-        for n, num_replicas in ((8191, 1), (8192, 1), (100_003, 7), (1_000_000, 64)):
+        for n, num_replicas in ((8191, 1), (8192, 1), (8193, 1), (100_003, 7), (300_000, 3)):
             for shuffle, drop_last in itertools.product((True, False), repeat=2):
                 self.assert_like_torch(n, num_replicas, shuffle, drop_last, 3, (2,))
 
@@ -429,13 +473,12 @@ class TheJob(unittest.TestCase):
         self.assertRegex(lines[-1], "^parameters sha256 [0-9a-f]{64}$")
 
     def test_spawn_torchrun_and_two_nodes_train_the_same_model(self):
-        spawned = job(*SMALL)
-        torchrun = [sys.executable, "-m", "torch.distributed.run"][1:]
-        one_node = finish(start(*torchrun, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
+        spawned = undisturbed()
+        one_node = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
         self.assertEqual(one_node[0], 0, one_node)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        nodes = [start(*torchrun, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
+        nodes = [start(*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
                        f"--master-port={port}", "--nproc-per-node=1", SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="lo")
                  for node in range(2)]
         two_nodes = [finish(node) for node in nodes]
@@ -451,31 +494,21 @@ class TheJob(unittest.TestCase):
         self.assertEqual(digest(out), digest(out2))
 
     def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_no_process_left(self):
-        status, out, err = self.broken_job("if i == 7: raise ValueError('sample 7 is bad')")
+        status, out, err = self.broken_job(
+            "if os.environ['RANK'] == '1': raise ValueError('sample 7 is bad')")
         self.assertEqual(status, 1)
         self.assertEqual(err.count("Traceback"), 1)
-        self.assertRegex(err, r"(?s)^rank [01] failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
+        self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
 
     def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
         status, out, err = self.broken_job(
-            "if i == 7: os.kill(os.getpid(), signal.SIGKILL)")
+            "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
         self.assertEqual(status, 128 + signal.SIGKILL)
-        self.assertRegex(err, r"rank [01] was ended by SIGKILL\n$")
+        self.assertRegex(err, r"rank 1 was ended by SIGKILL\n$")
 
     def broken_job(self, statement):
-        """A job on a data set that executes a statement before it gives item i."""
         with tempfile.TemporaryDirectory() as folder:
-            program = pathlib.Path(folder, "broken.py")
-            program.write_text(f"import os, signal, sys; sys.path.insert(0, {str(HERE)!r})\n"
-                               "import ddp_reference as ddp\n"
-                               "class Broken(ddp.SyntheticDataset):\n"
-                               "    def __getitem__(self, i):\n"
-                               f"        {statement}\n"
-                               "        return super().__getitem__(i)\n"
-                               "ddp.SyntheticDataset = Broken\n"
-                               "if __name__ == '__main__':\n"
-                               "    sys.exit(ddp.launch(ddp.parse_args()))\n")
-            return finish(start(program, *SMALL))
+            return finish(start(program(folder, sabotage(READ, 7, statement)), *SMALL))
 
     def test_a_loss_that_is_not_finite_ends_the_job_with_epoch_and_step(self):
         status, out, err = finish(start(SCRIPT, *SMALL, "--lr", "1e30"))
@@ -484,21 +517,15 @@ class TheJob(unittest.TestCase):
 
     def test_ctrl_c_ends_the_job_quietly_with_status_130(self):
         process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
-        self.wait_for(process, "epoch 0")
+        wait_for(process, "epoch 0")
         os.killpg(process.pid, signal.SIGINT)
         status, out, err = finish(process)
         self.assertEqual((status, err), (130, ""))
 
-    def wait_for(self, process, beginning):
-        for line in process.stdout:
-            if line.startswith(beginning):
-                return
-        self.fail(process.stderr.read())
-
     @unittest.skipUnless(sys.platform == "linux", "reads /proc")
     def test_a_job_on_one_machine_listens_on_the_loopback_address_alone(self):
         process = start(SCRIPT, *SMALL, "--epochs", "1000000")
-        self.wait_for(process, "epoch 0")
+        wait_for(process, "epoch 0")
         addresses = self.listening(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         finish(process)
@@ -517,15 +544,178 @@ class TheJob(unittest.TestCase):
         return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
-class TheCommandLine(unittest.TestCase):
-    def refusal(self, *options):
-        """The one line with which parse_args refuses the options."""
-        with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit) as end:
-            ddp.parse_args(options)
-        self.assertEqual(end.exception.code, 2)
-        self.assertEqual(err.getvalue().count("\n"), 1)
-        return err.getvalue()
+class TheCheckpoint(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        # Killed before its second checkpoint: the first is of epoch 0 after one step, 8 of 22 samples.
+        cls.path = cls.folder / "first.pt"
+        cls.options = [*SMALL, "--checkpoint-every", "1", "--checkpoint"]
+        cls.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *cls.options, cls.path)
 
+    @classmethod
+    def sabotaged(cls, text, *options, launcher=()):
+        return finish(start(*launcher, program(cls.folder, text), *options))
+
+    def copy(self, name):
+        return pathlib.Path(shutil.copy(self.path, self.folder / name))
+
+    def assert_same_end(self, outputs, *options):
+        """Together the outputs hold each epoch's line of an undisturbed job, and its digest."""
+        expected = undisturbed(*options)
+        self.assertEqual(digest(outputs[-1]), digest(expected))
+        lines = [line for output in outputs for line in epoch_lines(output)]
+        self.assertEqual(list(dict.fromkeys(lines)), epoch_lines(expected))
+
+    def test_a_job_killed_again_and_again_ends_as_if_it_had_not_been(self):
+        path, outputs = self.folder / "killed.pt", []
+        for function, number, statement in (
+                ("os.fsync", 1, KILL_THE_JOB),  # the first checkpoint is written, but not renamed
+                ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
+                (READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)"),
+                ("os.replace", 2, KILL_THE_JOB),
+                ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
+                (READ, 20, KILL_THE_JOB)):
+            status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path)
+            self.assertNotEqual(status, 0)
+            outputs.append(out)
+            if path.exists():
+                torch.load(path, weights_only=True)
+            self.assertLessEqual(len(list(self.folder.glob(".killed*"))), 1)
+        self.assertIn("resuming from", outputs[-1])
+        outputs.append(job(*self.options, path))
+        self.assert_same_end(outputs)
+        self.assertEqual(list(self.folder.glob(".killed*")), [])
+
+        before = path.read_bytes()
+        again = job(*self.options, path)
+        self.assertIn("is of the finished job: 2 epochs", again)
+        self.assertEqual(digest(again), digest(outputs[-1]))
+        self.assertEqual(path.read_bytes(), before)
+
+    def test_a_checkpoint_falls_on_a_step_also_with_accumulation_and_loader_workers(self):
+        more = ["--accumulate", "2", "--num-workers", "1"]
+        path = self.folder / "accumulated.pt"
+        status, out, err = self.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *self.options, path, *more)
+        self.assertEqual(torch.load(path, weights_only=True)["samples"], 16)
+        self.assert_same_end([out, job(*self.options, path, *more)], *more)
+
+    def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
+        for num_replicas in (1, 3):
+            text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
+                    "    if self.seed == 0:\n"
+                    f"        print(i, file=open('{self.folder}/%s.' + os.environ['RANK'], 'a'))\n"
+                    "    return original(self, i)\n"
+                    "ddp.SyntheticDataset.__getitem__ = logged\n") % num_replicas
+            path = self.copy(f"elastic{num_replicas}.pt")
+            status, out, err = self.sabotaged(text, *self.options, path, "--epochs", "1",
+                                              "--nproc-per-node", num_replicas)
+            self.assertEqual(status, 0, err)
+            self.assertIn("epoch 0, sample 8 of 22", out)
+            read = [[int(i) for i in (self.folder / f"{num_replicas}.{rank}").read_text().split()]
+                    for rank in range(num_replicas)]
+            self.assertEqual(read, indices(22, start=8, num_replicas=num_replicas))
+
+    def test_a_write_that_fails_ends_the_job_with_the_reason_and_the_old_file(self):
+        path = self.copy("full.pt")
+        limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))"
+        status, out, err = self.sabotaged(limit, *self.options, path)
+        self.assertEqual(status, 1)
+        self.assertIn("File too large", err)
+        self.assertEqual(path.read_bytes(), self.path.read_bytes())
+        self.assertEqual(list(self.folder.glob(".full*")), [])
+
+    def test_a_checkpoint_through_a_link_replaces_the_file_and_not_the_link(self):
+        target, link = self.folder / "target.pt", self.folder / "link.pt"
+        link.symlink_to(target)
+        ddp.save_checkpoint(str(link), {"epoch": 1})
+        self.assertTrue(link.is_symlink())
+        self.assertEqual(torch.load(target), {"epoch": 1})
+
+    def test_sigterm_to_one_rank_stops_all_at_a_step_with_a_checkpoint_and_status_143(self):
+        path = self.folder / "terminated.pt"
+        options = [*SMALL, "--log-interval", "1", "--checkpoint", path]
+        status, out, err = self.sabotaged(
+            sabotage(READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"), *options)
+        self.assertEqual((status, err), (143, ""))
+        self.assertIn("stopped by SIGTERM: epoch 0, sample 16 of 22", out)
+        self.assert_same_end([out, job(*options)])
+
+    def test_sigterm_to_the_job_reaches_its_ranks(self):
+        path = self.folder / "forwarded.pt"
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--checkpoint", path)
+        wait_for(process, "epoch 0")
+        process.terminate()
+        status, out, err = finish(process)
+        self.assertEqual((status, err), (143, ""))
+        self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
+        torch.load(path, weights_only=True)
+
+    def test_without_a_checkpoint_sigterm_ends_the_job_at_once(self):
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000")
+        wait_for(process, "epoch 0")
+        process.terminate()
+        self.assertEqual(finish(process)[0], -signal.SIGTERM)
+
+    def test_torchrun_restarts_a_killed_rank_and_the_job_ends_undisturbed(self):
+        text = sabotage(READ, 6, "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':"
+                                 " os.kill(os.getpid(), signal.SIGKILL)")
+        status, out, err = self.sabotaged(
+            text, *self.options, self.folder / "restarted.pt",
+            launcher=[*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"])
+        self.assertEqual(status, 0, err)
+        self.assertIn("resuming from", out)
+        self.assert_same_end([out])
+
+    def refusal(self, path, *options):
+        return refusal(self, *self.options, str(path), "--nproc-per-node", "2", "--backend", "gloo", *options)
+
+    def test_a_file_that_is_no_checkpoint_is_refused_and_left_as_it_is(self):
+        whole = self.path.read_bytes()
+        torch.save({"epoch": 3}, self.folder / "foreign.pt")
+        foreign = (self.folder / "foreign.pt").read_bytes()
+        path = self.folder / "bad.pt"
+        for content in (b"", b"not a checkpoint", foreign, *(whole[:n] for n in (10, 5000, len(whole) - 1))):
+            path.write_bytes(content)
+            self.assertRegex(self.refusal(path), "bad.pt is damaged or not a checkpoint")
+            self.assertEqual(path.read_bytes(), content)
+
+    def test_a_checkpoint_of_another_data_set_seed_or_net_is_refused_with_the_difference(self):
+        for option, name, value in (("--num-samples", "number of samples", "22"), ("--length", "length", "64"),
+                                    ("--seed", "seed", "0")):
+            self.assertIn(f"its {name} is {value}, but here it is 99", self.refusal(self.path, option, "99"))
+        state = torch.load(self.path)
+        state["module"]["conv1.weight"] = torch.zeros(8, 3, 3)
+        torch.save(state, self.folder / "net.pt")
+        self.assertIn("its conv1.weight is [8, 3, 3], but here it is [16, 3, 3]",
+                      self.refusal(self.folder / "net.pt"))
+
+    def test_a_place_that_cannot_be_written_is_refused(self):
+        self.assertIn("nowhere is not a folder", self.refusal(self.folder / "nowhere" / "a.pt"))
+        self.assertIn("IsADirectoryError", self.refusal(self.folder))
+
+    def test_a_checkpoint_that_does_not_lie_in_the_same_file_for_all_ranks_ends_the_job(self):
+        text = ("original = ddp.load_checkpoint\n"
+                "ddp.load_checkpoint = lambda *args: original(*args) if os.environ.get('RANK') != '1' else None\n")
+        status, out, err = self.sabotaged(text, *self.options, self.copy("two.pt"))
+        self.assertEqual(status, 1)
+        self.assertIn("the ranks find different checkpoints", err)
+
+    def test_checkpoint_every_needs_a_path(self):
+        self.assertIn("needs --checkpoint", refusal(self, "--checkpoint-every", "1"))
+        self.assertIn("of at least 1", refusal(self, "--checkpoint-every", "0"))
+
+
+def refusal(test, *options):
+    """The one line with which parse_args refuses the options."""
+    with contextlib.redirect_stderr(io.StringIO()) as err, test.assertRaises(SystemExit) as end:
+        ddp.parse_args(options)
+    test.assertEqual(end.exception.code, 2)
+    test.assertEqual(err.getvalue().count("\n"), 1)
+    return err.getvalue()
+
+
+class TheCommandLine(unittest.TestCase):
     def test_a_number_out_of_range_is_refused_with_the_range(self):
         for option, bad in {"--epochs": "0 -1 x 1.5", "--batch-size": "0 -4", "--num-samples": "0",
                             "--length": "0 1", "--lr": "0 -1 nan inf x", "--nproc-per-node": "0",
@@ -533,22 +723,22 @@ class TheCommandLine(unittest.TestCase):
                             "--log-interval": "0"}.items():
             for value in bad.split():
                 with self.subTest(option=option, value=value):
-                    self.assertRegex(self.refusal(f"{option}={value}"), rf"argument {option}: '{value}' is not")
+                    self.assertRegex(refusal(self, f"{option}={value}"), rf"argument {option}: '{value}' is not")
 
     def test_an_unknown_backend_or_option_is_refused(self):
-        self.assertIn("invalid choice: 'mpi'", self.refusal("--backend", "mpi"))
-        self.assertIn("unrecognized arguments: --wat", self.refusal("--wat"))
+        self.assertIn("invalid choice: 'mpi'", refusal(self, "--backend", "mpi"))
+        self.assertIn("unrecognized arguments: --wat", refusal(self, "--wat"))
 
     def test_nccl_without_a_gpu_for_each_process_is_refused_with_the_remedy(self):
-        self.assertIn("use --backend gloo", self.refusal("--backend", "nccl", "--nproc-per-node", str(GPUS + 1)))
+        self.assertIn("use --backend gloo", refusal(self, "--backend", "nccl", "--nproc-per-node", str(GPUS + 1)))
 
     @unittest.skipIf(GPUS, "this machine has GPUs")
     def test_sync_bn_without_gpus_is_refused(self):
-        self.assertIn("--sync-bn needs GPUs", self.refusal("--sync-bn"))
+        self.assertIn("--sync-bn needs GPUs", refusal(self, "--sync-bn"))
 
     def test_drop_last_that_leaves_nothing_is_refused(self):
         options = "--drop-last", "--num-samples=11", "--nproc-per-node=3", "--backend=gloo"
-        self.assertIn("leaves nothing to train on", self.refusal(*options, "--batch-size=4"))
+        self.assertIn("leaves nothing to train on", refusal(self, *options, "--batch-size=4"))
         self.assertEqual(ddp.parse_args([*options, "--batch-size=3"]).batch_size, 3)
 
     def test_a_refusal_is_one_line_on_stderr_status_2_and_no_traceback(self):
