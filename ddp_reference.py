@@ -14,13 +14,19 @@ what its docstring says; it is in the same order.
 import argparse
 import contextlib
 import datetime
+import glob
 import hashlib
+import io
 import itertools
+import json
 import math
+import operator
 import os
+import re
 import signal
 import socket
 import sys
+import tarfile
 import time
 import traceback
 import warnings
@@ -33,7 +39,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 
 # Which samples a rank reads
@@ -154,6 +160,204 @@ class SyntheticDataset(Dataset):
         moving_sum[:, 1:] += x[:, :-1]
         moving_sum[:, :-1] += x[:, 1:]
         return torch.from_numpy(x), torch.from_numpy(moving_sum.argmax(axis=0))
+
+
+# Samples streamed from tar shards (for data too large to index; the core does without)
+
+
+def find_shards(pattern):
+    """The paths that `name-{000..003}.tar` or a glob pattern stands for. Raises ValueError if there are none."""
+    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if braces:
+        numbers = range(int(braces[1]), int(braces[2]) + 1)
+        paths = [pattern[:braces.start()] + str(number).zfill(len(braces[1])) + pattern[braces.end():]
+                 for number in numbers]
+    else:
+        paths = sorted(glob.glob(pattern))
+    for path in paths or [pattern]:
+        if not os.path.isfile(path):
+            raise ValueError(f"there is no shard {path}")
+    return paths
+
+
+def shard_members(path):
+    """(key, extension, open file, tarfile.TarInfo) of each member of a tar that belongs to a sample.
+
+    The format is webdataset's: `folder/000017.x.npy` has the key `folder/000017` and the extension
+    `x.npy`; members of one sample lie together. Directories and special members are skipped.
+    Raises ValueError for what is not a tar, or not all of one.
+    """
+    empty = True
+    with open(path, "rb") as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while member := tar.next():
+                    tar.members.clear()  # or it would keep them all
+                    name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
+                    if member.isreg() and not member.issparse() and name:
+                        empty = False
+                        yield name[1], name[2].lower(), file, member
+                # tarfile takes a damaged header for the end; the real one is a block of zeros.
+                file.seek(tar.offset)
+                if file.read(512) != bytes(512):
+                    raise tarfile.ReadError("damaged or cut off")
+                if empty:
+                    raise tarfile.ReadError("no sample is in it")
+        except tarfile.TarError as error:
+            raise ValueError(f"{path} is no shard, or not all of one: {error}") from error
+
+
+def read_shard(path):
+    """Yield the samples of a tar file in order: a dict of "__key__" and an entry an extension.
+
+    .npy becomes an array, .cls an int, .json what it says, .txt a str; the rest stays bytes. Nothing is
+    unpacked to disk or unpickled. Raises ValueError, naming file and member, for what cannot be read.
+    """
+    # read_array is what np.load comes to for a .npy, without looking first what else it may be.
+    decoders = {"npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
+                "cls": int, "json": json.loads, "txt": bytes.decode}
+    for key, members in itertools.groupby(shard_members(path), key=operator.itemgetter(0)):
+        sample = {"__key__": key}
+        for _, extension, file, member in members:
+            # Straight from the member's place in the file: tarfile's own reader costs as much again.
+            file.seek(member.offset_data)
+            data = file.read(member.size)
+            try:
+                if len(data) < member.size:
+                    raise ValueError(f"cut off after {len(data)} of {member.size} bytes")
+                decode = decoders.get(extension.rpartition(".")[2])
+                sample[extension] = decode(data) if decode else data
+            except ValueError as error:
+                raise ValueError(f"{path}, member {member.name}: {error}") from error
+        yield sample
+
+
+def training_pair(path, sample):
+    """A sample's (x, y) as tensors: float32 (3, L), int64 (L,). Raises ValueError if it has no such."""
+    x, y = (sample.get(name) for name in ("x.npy", "y.npy"))
+    for name, array in (("x.npy", x), ("y.npy", y)):
+        if array is None:
+            raise ValueError(f"{path}, sample {sample['__key__']}: no {name}, only {sorted(sample)[1:]}")
+    if (x.dtype, x.shape[:1], x.ndim, y.dtype, y.shape) != (np.float32, (3,), 2, np.int64, x.shape[1:]):
+        raise ValueError(f"{path}, sample {sample['__key__']}: x is {x.dtype} {x.shape}, y is {y.dtype} {y.shape}, "
+                         "but x must be float32 (3, L) and y int64 (L,)")
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def count_samples(shards):
+    return sum(1 for path in shards
+               for _ in itertools.groupby(shard_members(path), key=operator.itemgetter(0)))
+
+
+def shuffled(items, size, generator):
+    """The items, mixed as far as a buffer of `size` of them reaches."""
+    buffer = []
+    for item in items:
+        if len(buffer) < size:
+            buffer.append(item)
+        else:
+            i = generator.integers(size)
+            yield buffer[i]
+            buffer[i] = item
+    generator.shuffle(buffer)
+    yield from buffer
+
+
+class ShardStream(IterableDataset):
+    """The training pairs in tar shards, read in order. Call set_epoch before each epoch.
+
+    resampled=True, for training: every loader worker of every rank draws shards with replacement from
+        a random stream of its own, without end, and samples_per_epoch, counted over all ranks, cuts
+        that into epochs. So every rank has equally many samples, whatever the shards hold, and none
+        waits for one that has run out (webdataset#225).
+    resampled=False, for evaluation, where no step is a collective: the shards are dealt out to the
+        ranks, and a rank's to its workers. Each sample is read exactly once; who gets no shard reads
+        nothing. samples_per_epoch is not used.
+    shuffle_buffer: samples to mix; a shard is always read in the order in which it was written.
+
+    What is read depends on (seed, epoch, start, rank, worker) alone. num_replicas and rank default to
+    those of the process group. Reads as read_shard does, and raises what it raises.
+    """
+
+    def __init__(self, shards, samples_per_epoch, *, resampled=True, shuffle_buffer=1000, seed=0,
+                 num_replicas=None, rank=None):
+        self.shards, self.samples_per_epoch, self.resampled = list(shards), samples_per_epoch, resampled
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        self.rank = dist.get_rank() if rank is None else rank
+        # In shared memory: persistent loader workers hold a copy of this object from their start on.
+        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch, start=0):
+        """start: samples of the epoch that all ranks together have read: only the rest is drawn."""
+        self.place[0], self.place[1] = epoch, start
+
+    def __len__(self):
+        """This rank's samples in the (rest of the) epoch."""
+        if not self.resampled:
+            raise TypeError("a rank does not know how many samples its shards hold")
+        return math.ceil((self.samples_per_epoch - int(self.place[1])) / self.num_replicas)
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        epoch, start = self.place.tolist()
+        generator = np.random.default_rng((self.seed, epoch, start, self.rank, worker))
+        if self.resampled:
+            shards = (self.shards[generator.integers(len(self.shards))] for _ in itertools.count())
+            count = len(range(worker, len(self), num_workers))
+            buffer = min(self.shuffle_buffer, self.samples_per_epoch)
+        else:
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.shards))
+            shards = (self.shards[i] for i in order[self.rank::self.num_replicas][worker::num_workers])
+            count, buffer = None, self.shuffle_buffer
+        pairs = (training_pair(path, sample) for path in shards for sample in read_shard(path))
+        return itertools.islice(shuffled(pairs, buffer, generator), count)
+
+
+class Remix:
+    """The batches of a ShardStream's loader, taken apart, mixed and put together anew.
+
+    A loader worker fills a batch by itself, so its samples would come from that worker's shards alone;
+    and every worker would end with a short batch. Here only the last one is short, or dropped.
+    """
+
+    def __init__(self, loader, batch_size, buffer, drop_last=False, pin_memory=False):
+        self.loader, self.batch_size, self.buffer = loader, batch_size, buffer
+        self.drop_last, self.pin_memory = drop_last, pin_memory
+
+    def __len__(self):
+        batches = len(self.loader.dataset) / self.batch_size
+        return math.floor(batches) if self.drop_last else math.ceil(batches)
+
+    def __iter__(self):
+        stream = self.loader.dataset
+        generator = np.random.default_rng((stream.seed, *stream.place.tolist(), stream.rank))
+        pairs = shuffled((pair for x, y in self.loader for pair in zip(x, y)), self.buffer, generator)
+        for _ in range(len(self)):
+            x, y = default_collate(list(itertools.islice(pairs, self.batch_size)))
+            yield (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
+
+
+def write_shards(folder, num_samples=100, length=10000, seed=0, shard_size=25):
+    """Write a SyntheticDataset as tar shards of shard_size samples, into a new folder or an empty one.
+
+    Raises FileExistsError if there is something in it.
+    """
+    os.makedirs(folder, exist_ok=True)
+    if os.listdir(folder):
+        raise FileExistsError(f"{folder} is not empty")
+    dataset = SyntheticDataset(num_samples, length, seed)
+    for first in range(0, num_samples, shard_size):
+        with tarfile.open(os.path.join(folder, f"{first // shard_size:06d}.tar"), "x") as tar:
+            for i in range(first, min(first + shard_size, num_samples)):
+                for name, tensor in zip("xy", dataset[i]):
+                    data = io.BytesIO()
+                    np.save(data, tensor.numpy())
+                    member = tarfile.TarInfo(f"{i:06d}.{name}.npy")
+                    member.size = data.tell()
+                    data.seek(0)
+                    tar.addfile(member, data)
 
 
 # The net
@@ -338,18 +542,25 @@ def total_over_ranks(sums, epoch):
 
 
 def make_loaders(args, device, rank, world_size):
-    """(sampler, loader, validation loader) of one rank."""
-    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=args.drop_last)
-    val_sampler = DistributedSampler(val_set, world_size, rank, shuffle=False, pad=False)
+    """(training loader, validation loader, the training loader's set_epoch) of one rank."""
     # A spawned process would spawn its loader workers too, and each would import torch anew.
     fork = args.num_workers > 0 and sys.platform == "linux"
-    options = dict(batch_size=args.batch_size, pin_memory=device.type == "cuda",
-                   num_workers=args.num_workers, persistent_workers=args.num_workers > 0,
-                   multiprocessing_context="fork" if fork else None)
-    loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, **options)
-    return sampler, loader, DataLoader(val_set, sampler=val_sampler, **options)
+    pin = device.type == "cuda"
+    options = dict(batch_size=args.batch_size, num_workers=args.num_workers,
+                   persistent_workers=args.num_workers > 0, multiprocessing_context="fork" if fork else None)
+    share = dict(num_replicas=world_size, rank=rank)
+    if args.shards:
+        stream = ShardStream(args.shards, args.num_samples, seed=args.seed, **share)
+        loader = Remix(DataLoader(stream, **options), args.batch_size, max(1, 4 * args.batch_size * args.num_workers),
+                       args.drop_last, pin)
+        val_stream = ShardStream(args.val_shards, None, resampled=False, shuffle_buffer=1, **share)
+        return loader, DataLoader(val_stream, pin_memory=pin, **options), stream.set_epoch
+    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=args.drop_last, **share)
+    val_sampler = DistributedSampler(val_set, shuffle=False, pad=False, **share)
+    loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, pin_memory=pin, **options)
+    return loader, DataLoader(val_set, sampler=val_sampler, pin_memory=pin, **options), sampler.set_epoch
 
 
 def train(args, device, rank, world_size):
@@ -357,7 +568,7 @@ def train(args, device, rank, world_size):
 
     Returns the trained module, or None if SIGTERM ended the training early.
     """
-    sampler, loader, val_loader = make_loaders(args, device, rank, world_size)
+    loader, val_loader, set_epoch = make_loaders(args, device, rank, world_size)
     torch.manual_seed(args.seed)
     module = ConvNet().to(device)
     if args.sync_bn:
@@ -366,8 +577,12 @@ def train(args, device, rank, world_size):
     first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
     # BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by those of all).
     # The running ones are rank 0's: the wrapper broadcasts them before a step, not after the last.
-    model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
-                                    gradient_as_bucket_view=True)
+    model = module
+    if args.parallel == "ddp":
+        model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
+                                        gradient_as_bucket_view=True)
+    elif args.parallel == "dp" and device.type == "cuda":
+        model = nn.DataParallel(module)
 
     def say(line, end="\n"):
         if rank == 0:
@@ -379,7 +594,10 @@ def train(args, device, rank, world_size):
                 job=args.job, module=module.state_dict(), optimizer=optimizer.state_dict(),
                 epoch=epoch, samples=samples, sums=sums))
 
-    say(f"{args.backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
+    backend = args.backend if args.parallel == "ddp" else f"parallel {args.parallel}"
+    say(f"{backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
+    if args.parallel == "dp" and model is module:
+        say("DataParallel needs GPUs: this is the bare net in one process")
     if first_epoch >= args.epochs:
         say(f"{args.checkpoint} is of the finished job: {first_epoch} epochs")
     elif first_epoch or samples:
@@ -390,7 +608,7 @@ def train(args, device, rank, world_size):
     clear_line = "\r\033[K" if sys.stdout.isatty() else ""
     for epoch in range(first_epoch, args.epochs):
         start, read, begin, rate = samples, 0, time.perf_counter(), 0.0
-        sampler.set_epoch(epoch, start)
+        set_epoch(epoch, start)
         step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
         last_step = step + math.ceil(len(loader) / args.accumulate)
         loss, correct, positions = saved_sums
@@ -414,7 +632,7 @@ def train(args, device, rank, world_size):
                 say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
                 sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave ends the job
                 return None
-        for buffer in module.buffers():
+        for buffer in module.buffers() if args.parallel == "ddp" else []:
             dist.broadcast(buffer, src=0)
         val_loss, val_accuracy = evaluate(model, val_loader, device)
         say(f"{clear_line}epoch {epoch} | loss {loss / positions:.4f} accuracy {correct / positions:.3f} | "
@@ -423,6 +641,15 @@ def train(args, device, rank, world_size):
         save(epoch + 1, samples, saved_sums)
     say(f"parameters sha256 {digest(module)}")
     return module
+
+
+def local_device(local_rank):
+    """The local_rank-th GPU of this machine, or the CPU. The global rank counts over all machines."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def worker(local_rank, args, store_address=None):
@@ -453,11 +680,7 @@ def worker(local_rank, args, store_address=None):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:  # PyTorch would use every core in every process
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-
+    device = local_device(local_rank)
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
                             device_id=device if args.backend == "nccl" else None)
     try:
@@ -496,6 +719,11 @@ def launch(args):
 
     Returns the exit status.
     """
+    if args.parallel != "ddp":
+        try:
+            return 0 if train(args, local_device(0), rank=0, world_size=1) else 128 + signal.SIGTERM
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
     if under_torchrun():
         worker(int(os.environ["LOCAL_RANK"]), args)
         return 0
@@ -533,6 +761,80 @@ def launch(args):
     return 0
 
 
+# The sampler shown at work
+
+
+# What it shows, samples, with a sampler, set_epoch called, the loader's drop_last.
+CASES = {
+    "1": ("no sampler: every rank reads everything", 8, False, False, True),
+    "2": ("with the sampler: the ranks split the data, the same way every epoch", 8, True, False, True),
+    "3": ("set_epoch: a new split each epoch", 8, True, True, True),
+    "4": ("6 samples, 3 for each rank: short batches are kept", 6, True, False, False),
+    "4, dropping the short batch": ("a batch of 4 never fills: nothing is read", 6, True, False, True),
+    "5": ("5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
+    "5, with set_epoch": ("the repeated sample is the first of that epoch's order", 5, True, True, False),
+    "6": ("10 samples: each rank's last batch has one sample (BatchNorm!)", 10, True, False, False),
+    "7": ("drop_last on the loader: the batch of one is gone", 10, True, False, True),
+}
+
+
+def show_case(title, num_samples, with_sampler, set_epoch, loader_drop_last, num_replicas=2, batch_size=4,
+              drop_last=False, pad=True):
+    """Print what each rank reads in two epochs: in its stripe of the epoch's order, and as batches."""
+    colour = "\033[{}m{}\033[0m".format if sys.stdout.isatty() else lambda code, text: text
+    print(f"{colour(1, title)}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
+    width = len(str(num_samples - 1)) + 2
+    for epoch in range(2):
+        batches = []
+        for rank in range(num_replicas):
+            sampler = range(num_samples)
+            if with_sampler:
+                sampler = DistributedSampler(sampler, num_replicas, rank, drop_last=drop_last, pad=pad)
+                sampler.set_epoch(epoch if set_epoch else 0)
+            batches.append(list(BatchSampler(sampler, batch_size, loader_drop_last)))
+        read = [list(itertools.chain(*rank)) for rank in batches]
+        seen = set()
+        rows = [""] * num_replicas
+        for position in range(num_replicas * max(map(len, read))):
+            turn, reader = divmod(position, num_replicas)
+            for rank in range(num_replicas):
+                cell = ""
+                if rank == reader and turn < len(read[rank]):
+                    sample = read[rank][turn]
+                    cell = f"{sample}*" if sample in seen else f"{sample} "
+                    seen.add(sample)
+                rows[rank] += colour(31 if "*" in cell else 32 + rank % 6, cell.rjust(width))
+        for rank, row in enumerate(rows):
+            shown = [f"{batch}" if len(batch) == batch_size else colour(33, f"{batch} short") for batch in batches[rank]]
+            print(f"  epoch {epoch}  rank {rank} {row}    {' '.join(shown) or 'nothing'}")
+        unread = sorted(set(range(num_samples)) - seen)
+        if unread:
+            print(f"  epoch {epoch}  read by no rank: {' '.join(map(str, unread))}")
+    print()
+
+
+def cases(argv):
+    """The command `cases`: the nine experiments, or one with the reader's own numbers."""
+    parser = Parser(prog="ddp_reference.py cases", description="Print which samples each rank reads, in batches: "
+                    "nine experiments, or your own. A sample that was already read is marked *.")
+    parser.add_argument("--num-samples", type=whole(1, 10000), metavar="N")
+    parser.add_argument("--num-replicas", type=whole(1, 1000), default=2, metavar="W", help="[%(default)s]")
+    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="B", help="[%(default)s]")
+    parser.add_argument("--drop-last", action="store_true", help="the sampler's")
+    parser.add_argument("--loader-drop-last", action="store_true", help="the loader's")
+    parser.add_argument("--no-set-epoch", action="store_true")
+    parser.add_argument("--no-pad", action="store_true")
+    args = parser.parse_args(argv)
+    if args.num_samples:
+        show_case("your case", args.num_samples, True, not args.no_set_epoch, args.loader_drop_last,
+                  args.num_replicas, args.batch_size, args.drop_last, not args.no_pad)
+    elif argv:
+        refuse("cases: your own numbers begin with --num-samples")
+    else:
+        for number, (shows, *case) in CASES.items():
+            show_case(f"case {number}: {shows}", *case)
+
+
 # The command line
 
 
@@ -561,7 +863,7 @@ def positive(text):
 
 def parse_args(argv=None):
     """The command line, checked before any process starts; what is left open is decided here."""
-    parser = Parser(description="Data-parallel training of a small test net, on all GPUs or on the CPU.",
+    parser = Parser(prog="ddp_reference.py", description="Data-parallel training of a small test net, on all GPUs or on the CPU.",
                     epilog="""examples:
   bash run.sh                                 the main job: about ten seconds on two cores
   bash run.sh --nproc-per-node 4 --epochs 2   four processes on this machine
@@ -573,6 +875,9 @@ def parse_args(argv=None):
     job.add_argument("--backend", choices=["nccl", "gloo"],
                      help="[nccl if every process has a GPU of its own, else gloo: processes share GPUs or "
                           "run on the CPU]")
+    job.add_argument("--parallel", choices=["ddp", "dp", "none"], default="ddp",
+                     help="DistributedDataParallel, nn.DataParallel (one process, all GPUs) or the bare net in one "
+                          "process [%(default)s]")
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=whole(1), default=6, metavar="N", help="[%(default)s]")
     training.add_argument("--batch-size", type=whole(1), default=4, metavar="N",
@@ -598,6 +903,11 @@ def parse_args(argv=None):
                       help="leave out what does not fill a batch on every process")
     data.add_argument("--num-workers", type=whole(0), default=0, metavar="N",
                       help="loader processes for each process; 0: it loads by itself [%(default)s]")
+    data.add_argument("--shards", metavar="PATTERN",
+                      help="train on tar shards instead: a glob pattern, or name-{000..003}.tar")
+    data.add_argument("--val-shards", metavar="PATTERN", help="and evaluate on these")
+    data.add_argument("--samples-per-epoch", type=whole(1), metavar="N",
+                      help="of the shards, over all processes [as many as they hold]")
     resuming = parser.add_argument_group("resuming")
     resuming.add_argument("--checkpoint", metavar="PATH",
                           help="resume from this file if it exists; write it after each epoch and on SIGTERM")
@@ -605,7 +915,13 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
 
     gpus = torch.cuda.device_count()
-    if under_torchrun():
+    if args.parallel != "ddp":
+        if under_torchrun() or (args.nproc_per_node or 1) > 1:
+            refuse(f"--parallel {args.parallel} is a single process")
+        args.nproc_per_node = world_size = 1
+        if args.parallel == "dp":
+            args.batch_size *= max(1, gpus)  # one loader feeds all GPUs
+    elif under_torchrun():
         if args.nproc_per_node:
             refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
         args.nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -616,13 +932,24 @@ def parse_args(argv=None):
         args.backend = "nccl" if args.nproc_per_node <= gpus else "gloo"
     if args.backend == "nccl" and args.nproc_per_node > gpus:
         refuse(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
-                     f"use --backend gloo" + (", which lets them share" if gpus else ""))
-    if args.sync_bn and not gpus:
-        refuse("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on a CPU")
+               f"use --backend gloo" + (", which lets them share" if gpus else ""))
+    if args.sync_bn and (not gpus or args.parallel != "ddp"):
+        refuse("--sync-bn needs GPUs and --parallel ddp: PyTorch's SyncBatchNorm runs on nothing else")
+    args.job = {"number of samples": args.num_samples, "length": args.length, "seed": args.seed}
+    if args.shards and args.val_shards:
+        try:
+            args.shards, args.val_shards = find_shards(args.shards), find_shards(args.val_shards)
+            for path in args.shards[0], args.val_shards[0]:
+                training_pair(path, next(read_shard(path)))
+            args.num_samples = args.samples_per_epoch or count_samples(args.shards)
+        except (OSError, ValueError) as error:
+            refuse(error)
+        args.job = {"number of shards": len(args.shards), "samples per epoch": args.num_samples, "seed": args.seed}
+    elif args.shards or args.val_shards or args.samples_per_epoch:
+        refuse("--shards and --val-shards go together, and --samples-per-epoch with them")
     if args.drop_last and args.num_samples // world_size < args.batch_size:
         refuse(f"--drop-last leaves nothing to train on: {args.num_samples} samples on {world_size} "
-                     f"processes do not fill one batch of {args.batch_size}")
-    args.job = {"number of samples": args.num_samples, "length": args.length, "seed": args.seed}
+               f"processes do not fill one batch of {args.batch_size}")
     if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint PATH")
     if args.checkpoint:
@@ -636,5 +963,22 @@ def parse_args(argv=None):
     return args
 
 
+def main(argv):
+    if argv[:1] == ["cases"]:
+        return cases(argv[1:])
+    if argv[:1] == ["write-shards"]:
+        parser = Parser(prog="ddp_reference.py write-shards", description="Write the synthetic data set as tar shards.")
+        parser.add_argument("folder", metavar="DIR")
+        parser.add_argument("--num-samples", type=whole(1), default=100, metavar="N", help="[%(default)s]")
+        parser.add_argument("--length", type=whole(2), default=10000, metavar="L", help="[%(default)s]")
+        parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="[%(default)s]")
+        parser.add_argument("--shard-size", type=whole(1), default=25, metavar="M", help="samples a shard [%(default)s]")
+        try:
+            return write_shards(**vars(parser.parse_args(argv[1:])))
+        except OSError as error:
+            refuse(error)
+    return launch(parse_args(argv))
+
+
 if __name__ == "__main__":
-    sys.exit(launch(parse_args()))
+    sys.exit(main(sys.argv[1:]))

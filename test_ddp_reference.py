@@ -18,10 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
 import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -123,7 +125,7 @@ def program(folder, text):
     path = pathlib.Path(folder, "program.py")
     path.write_text(f"import os, resource, signal, sys; sys.path.insert(0, {str(HERE)!r})\n"
                     f"import ddp_reference as ddp\n{text}\n"
-                    "if __name__ == '__main__':\n    sys.exit(ddp.launch(ddp.parse_args()))\n")
+                    "if __name__ == '__main__':\n    sys.exit(ddp.main(sys.argv[1:]))\n")
     return path
 
 
@@ -314,6 +316,211 @@ class TheDataSetAndTheNet(unittest.TestCase):
         logits = ddp.ConvNet(num_classes=5)(torch.randn(2, 3, 11))
         self.assertEqual(logits.shape, (2, 5, 11))
         self.assertTrue((logits < 0).any() and (logits > 0).any())
+
+
+def write_tar(path, members, form=tarfile.PAX_FORMAT):
+    """A tar of (name, bytes) or (TarInfo, None) members."""
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, data in members:
+            member = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            member.size = len(data or b"")
+            tar.addfile(member, io.BytesIO(data or b""))
+    return str(path)
+
+
+def npy(array):
+    data = io.BytesIO()
+    np.save(data, array)
+    return data.getvalue()
+
+
+class TheShards(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        ddp.write_shards(cls.folder / "train", 22, 40, 0, shard_size=5)
+        ddp.write_shards(cls.folder / "val", 7, 40, 1, shard_size=3)
+        cls.shards = ddp.find_shards(str(cls.folder / "train" / "*.tar"))
+        cls.options = ["--shards", str(cls.folder / "train" / "*.tar"),
+                       "--val-shards", str(cls.folder / "val" / "{000000..000002}.tar")]
+
+    def read(self, stream, num_workers=0):
+        """The numbers of the samples that a stream gives, in order."""
+        numbers = {tuple(x[0, :3].tolist()): i for i, (x, y) in enumerate(ddp.SyntheticDataset(22, 40))}
+        loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
+        return [numbers[tuple(x[0, :3].tolist())] for x, y in loader]
+
+    def streams(self, num_replicas, samples_per_epoch=22, **options):
+        return [ddp.ShardStream(self.shards, samples_per_epoch, num_replicas=num_replicas, rank=rank, **options)
+                for rank in range(num_replicas)]
+
+    def test_what_is_written_is_read_again(self):
+        self.assertEqual(len(self.shards), 5)
+        self.assertEqual(ddp.count_samples(self.shards), 22)
+        samples = [(path, sample) for path in self.shards for sample in ddp.read_shard(path)]
+        for i, (path, sample) in enumerate(samples):
+            self.assertEqual(list(sample), ["__key__", "x.npy", "y.npy"])
+            self.assertEqual(sample["__key__"], f"{i:06d}")
+            for ours, original in zip(ddp.training_pair(path, sample), ddp.SyntheticDataset(22, 40)[i]):
+                self.assertTrue(torch.equal(ours, original))
+
+    def test_every_kind_of_member_is_decoded_skipped_or_left_as_bytes(self):
+        folder, link, dotted = (tarfile.TarInfo(name) for name in ("a.dir", "a.link.txt", "."))
+        folder.type = dotted.type = tarfile.DIRTYPE
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        late = tarfile.TarInfo("deep." + "d" * 150 + "/other.CLS")
+        late.pax_headers = {"comment": "x" * 1000}
+        late.mtime = 0.5  # written as a PAX header, as webdataset's are
+        long = "f" * 120 + "/" + "k" * 120
+        members = [(dotted, None), (folder, None), ("a.x.npy", npy(np.arange(3))), ("a.cls", b" 7\n"),
+                   ("a.meta.json", b'{"b": [1]}'), (link, None), ("a.txt", "ä".encode()), ("a.jpg", b"\xff"),
+                   ("README", b"no extension"), ("sub/a.cls", b"8"), (f"{long}.bin", b"z")]
+        for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+            samples = list(ddp.read_shard(write_tar(self.folder / "kinds.tar", members, form)))
+            array = samples[0].pop("x.npy")
+            self.assertEqual(array.tolist(), [0, 1, 2])
+            self.assertEqual(samples, [{"__key__": "a", "cls": 7, "meta.json": {"b": [1]}, "txt": "ä",
+                                        "jpg": b"\xff"}, {"__key__": "sub/a", "cls": 8},
+                                       {"__key__": long, "bin": b"z"}])
+        path = write_tar(self.folder / "pax.tar", [(late, None)])
+        with self.assertRaisesRegex(ValueError, "other.CLS"):  # an empty .cls: it is decoded as one
+            list(ddp.read_shard(path))
+
+    def test_a_tar_made_byte_by_byte_is_read(self):
+        def block(name, size, kind):
+            header = bytearray(512)
+            header[0:len(name)] = name
+            header[100:108], header[124:136] = b"0000644\0", b"%011o\0" % size
+            header[156:157], header[257:265], header[148:156] = kind, b"ustar\x0000", b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+            return bytes(header)
+        record = b"27 path=folder/kk.second.x\n"
+        path = self.folder / "bytes.tar"
+        path.write_bytes(block(b"kk.first", 3, b"0") + b"abc".ljust(512, b"\0") +
+                         block(b"PaxHeaders/x", len(record), b"x") + record.ljust(512, b"\0") +
+                         block(b"ignored", 2, b"0") + b"de".ljust(512, b"\0") + bytes(1024))
+        self.assertEqual(list(ddp.read_shard(str(path))), [{"__key__": "kk", "first": b"abc"},
+                                                           {"__key__": "folder/kk", "second.x": b"de"}])
+
+    def test_resampled_ranks_and_workers_read_equally_much_from_different_streams(self):
+        for num_workers in (0, 2):
+            ranks = [self.read(stream, num_workers) for stream in self.streams(3)]
+            self.assertEqual([len(rank) for rank in ranks], [8, 8, 8])
+            self.assertEqual([len(stream) for stream in self.streams(3)], [8, 8, 8])
+            self.assertEqual(len({tuple(rank) for rank in ranks}), 3)
+        workers = self.read(self.streams(1)[0], 2)
+        self.assertNotEqual(workers[0::2], workers[1::2])
+
+    def test_the_order_depends_on_seed_and_epoch_and_reaches_persistent_workers(self):
+        stream, twin, other = self.streams(1)[0], self.streams(1)[0], self.streams(1, seed=1)[0]
+        loader = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)
+        first = [x[0, 0].item() for x, y in loader]
+        stream.set_epoch(1)
+        second = [x[0, 0].item() for x, y in loader]
+        stream.set_epoch(0)
+        self.assertEqual([x[0, 0].item() for x, y in loader], first)
+        self.assertNotEqual(first, second)
+        self.assertEqual(self.read(twin), self.read(self.streams(1)[0]))
+        self.assertNotEqual(self.read(twin), self.read(other))
+
+    def test_without_resampling_each_sample_is_read_exactly_once(self):
+        for num_replicas, num_workers in ((1, 0), (2, 0), (2, 2), (7, 0), (7, 1)):
+            ranks = [self.read(stream, num_workers) for stream in self.streams(num_replicas, resampled=False)]
+            self.assertEqual(sorted(itertools.chain(*ranks)), list(range(22)))
+        stream = self.streams(1, resampled=False)[0]
+        first = self.read(stream)
+        stream.set_epoch(1)
+        self.assertNotEqual(self.read(stream), first)
+
+    def test_a_resumed_stream_draws_the_rest_of_the_epoch_from_elsewhere(self):
+        stream = self.streams(2)[1]
+        whole = self.read(stream)
+        stream.set_epoch(0, start=10)
+        self.assertEqual(len(stream), 6)
+        self.assertEqual(len(self.read(stream)), 6)
+        self.assertNotEqual(self.read(stream), whole[5:])
+
+    def test_the_shuffle_buffer_keeps_every_sample_and_changes_the_order(self):
+        for size in (1, 2, 10, 100):
+            items = list(ddp.shuffled(range(50), size, np.random.default_rng(0)))
+            self.assertEqual(sorted(items), list(range(50)))
+            self.assertEqual(items == sorted(items), size == 1)
+            self.assertTrue(all(i < at + size for at, i in enumerate(items)))
+
+    def test_mixing_keeps_every_sample_and_fills_batches_from_several_workers(self):
+        stream = self.streams(1)[0]
+        loader = DataLoader(stream, 4, num_workers=2)
+        mixed = ddp.Remix(loader, 4, 16)
+        batches = [x[:, 0, 0].tolist() for x, y in mixed]
+        self.assertEqual([len(batch) for batch in batches], [4, 4, 4, 4, 4, 2])
+        self.assertEqual(len(mixed), 6)
+        unmixed = [x[:, 0, 0].tolist() for x, y in loader]
+        self.assertEqual(sorted(sum(batches, [])), sorted(sum(unmixed, [])))
+        self.assertFalse({tuple(sorted(batch)) for batch in batches} <= {tuple(sorted(batch)) for batch in unmixed})
+        self.assertEqual([len(x) for x, y in ddp.Remix(loader, 4, 16, drop_last=True)], [4] * 5)
+
+    def test_two_ranks_train_on_shards_with_and_without_loader_workers_and_evaluate_all_of_them(self):
+        (x, y), module = (torch.stack(part) for part in zip(*ddp.SyntheticDataset(7, 40, 1))), net(ddp.ConvNet)
+        expected = ddp.evaluate(module, [(x, y)], CPU)
+        stream = ddp.ShardStream(ddp.find_shards(self.options[3]), None, resampled=False, num_replicas=1, rank=0)
+        for ours, theirs in zip(ddp.evaluate(module, DataLoader(stream, 3), CPU), expected):
+            self.assertAlmostEqual(ours, theirs, places=6)
+        for num_workers in ("0", "2"):
+            lines = job(*self.options, "--epochs", "3", "--num-workers", num_workers).splitlines()
+            losses = [float(line.split()[4]) for line in lines[1:-1]]
+            self.assertLess(losses[-1], losses[0])
+            self.assertEqual(len(losses), 3)
+
+    def test_a_stopped_job_on_shards_ends_its_epoch_with_the_right_number_of_samples(self):
+        path = self.folder / "shards.pt"
+        options = [*self.options, "--samples-per-epoch", "40", "--epochs", "1", "--log-interval", "1",
+                   "--checkpoint", path]
+        text = sabotage("ddp.total_over_ranks", 2, "os.kill(os.getpid(), signal.SIGTERM)")
+        status, out, err = finish(start(program(self.folder, text), *options))
+        self.assertEqual(status, 143, err)
+        state = torch.load(path)
+        self.assertEqual((state["samples"], state["sums"][2]), (24, 24 * 40))
+        out = job(*options)
+        self.assertIn("epoch 0, sample 24 of 40", out)
+        self.assertIn("number of shards is 5, but here it is 3",
+                      refusal(self, *map(str, options), "--shards", self.options[3]))
+
+    def test_what_is_no_shard_is_refused_with_file_and_member(self):
+        shard = pathlib.Path(self.shards[0]).read_bytes()
+        x, y = npy(np.zeros((3, 5), np.float32)), npy(np.zeros(5, np.int64))
+        evil = npy(np.array([{}], dtype=object))
+        for content, message in (
+                (b"", "bad.tar is no shard"), (b"PK not a tar" * 100, "bad.tar is no shard"), (bytes(1024), "no sample"),
+                (shard[:300], "bad.tar is no shard"), (shard[:700], "bad.tar.*(000000.x.npy|unexpected end)"),
+                (shard[:-10240], "bad.tar is no shard.*cut off|unexpected end"),
+                (shard[:1536] + b"garbage!" * 64 + shard[2048:], "bad.tar is no shard"),
+                ([("a.x.npy", x)], "bad.tar, sample a: no y.npy, only .'x.npy'."),
+                ([("a.y.npy", y)], "bad.tar, sample a: no x.npy"),
+                ([("a.x.npy", x[:-1]), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
+                ([("a.x.npy", evil), ("a.y.npy", y)], "bad.tar, member a.x.npy: Object arrays cannot be loaded"),
+                ([("a.x.npy", b"?"), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
+                ([("a.x.npy", y), ("a.y.npy", x)], r"x is int64 \(5,\), y is float32 \(3, 5\), but x must be")):
+            path = self.folder / "bad.tar"
+            path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
+            with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+                for sample in ddp.read_shard(str(path)):
+                    ddp.training_pair(str(path), sample)
+            self.assertRegex(refusal(self, "--shards", str(path), "--val-shards", str(path)), message)
+
+    def test_patterns_name_shards_and_a_missing_one_is_refused(self):
+        self.assertEqual(ddp.find_shards(str(self.folder / "train" / "{000000..000004}.tar")), self.shards)
+        for pattern, missing in ((self.folder / "no" / "*.tar", "*.tar"),
+                                 (self.folder / "train" / "{000003..000005}.tar", "000005.tar")):
+            with self.assertRaisesRegex(ValueError, "there is no shard .*" + re.escape(missing)):
+                ddp.find_shards(str(pattern))
+        self.assertIn("go together", refusal(self, "--shards", "x"))
+
+    def test_writing_shards_overwrites_nothing(self):
+        before = sorted(self.folder.glob("train/*"))
+        status, out, err = finish(start(SCRIPT, "write-shards", self.folder / "train"))
+        self.assertEqual((status, out), (2, ""))
+        self.assertRegex(err, r"^ddp_reference.py: .*train is not empty\n$")
+        self.assertEqual(sorted(self.folder.glob("train/*")), before)
 
 
 class FrozenNorm(ddp.ConvNet):
@@ -542,6 +749,48 @@ class TheJob(unittest.TestCase):
         rows = [line.split() for table in ("tcp", "tcp6")
                 for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]]
         return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+class OneProcess(unittest.TestCase):
+    def test_data_parallel_on_a_cpu_is_the_bare_net_and_says_so(self):
+        dp, none = job(*SMALL, "--parallel", "dp"), job(*SMALL, "--parallel", "none")
+        self.assertIn("DataParallel needs GPUs", dp)
+        self.assertEqual(epoch_lines(dp), epoch_lines(none))
+        self.assertEqual(digest(dp), digest(none))
+
+    def test_a_single_process_is_what_one_rank_of_ddp_is(self):
+        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(job(*SMALL, "--parallel", "none")))
+
+    def test_several_processes_are_refused(self):
+        self.assertIn("is a single process", refusal(self, "--parallel", "dp", "--nproc-per-node", "2"))
+
+
+class TheCases(unittest.TestCase):
+    def shown(self, *options):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            ddp.main(["cases", *options])
+        return out.getvalue()
+
+    def test_the_nine_cases_show_the_golden_batches(self):
+        blocks = self.shown().strip().split("\n\n")
+        self.assertEqual(len(blocks), len(GOLDEN))
+        for block, (case, n, *_, epochs) in zip(blocks, GOLDEN):
+            self.assertRegex(block, rf"^case {case}: .*\n{n} samples, 2 ranks, batches of 4\n")
+            for epoch, rank in itertools.product(range(2), range(2)):
+                row = re.search(rf"epoch {epoch}  rank {rank} (.*)", block)[1]
+                self.assertEqual([[int(i) for i in batch.split(", ")] for batch in re.findall(r"\[(.*?)\]", row)],
+                                 epochs[epoch][rank])
+
+    def test_repeated_samples_are_marked_and_unread_ones_named(self):
+        rows = self.shown("--num-samples", "10", "--num-replicas", "3").splitlines()
+        self.assertEqual([row.count("*") for row in rows[2:8]], [0, 1, 1] * 2)
+        unread = self.shown("--num-samples", "10", "--num-replicas", "3", "--drop-last", "--no-set-epoch")
+        self.assertEqual(re.findall("read by no rank: (.*)", unread), ["2", "2"])
+        self.assertNotIn("*", self.shown("--num-samples", "10", "--num-replicas", "3", "--no-pad"))
+        self.assertEqual(self.shown("--num-samples", "4", "--batch-size", "3").count("] short"), 4)
+
+    def test_piped_it_is_plain_text(self):
+        self.assertNotIn("\033", self.shown())
 
 
 class TheCheckpoint(unittest.TestCase):
