@@ -223,8 +223,6 @@ def read_shard(path):
             file.seek(member.offset_data)
             data = file.read(member.size)
             try:
-                if len(data) < member.size:
-                    raise ValueError(f"cut off after {len(data)} of {member.size} bytes")
                 decode = decoders.get(extension.rpartition(".")[2])
                 sample[extension] = decode(data) if decode else data
             except ValueError as error:
@@ -432,8 +430,8 @@ def evaluate(model, loader, device):
     Sums are reduced, not means, so with a sampler that neither pads nor drops the result does not
     depend on the number of ranks. Leaves the model in eval mode.
     """
-    # The bare module: the wrapper's forward is a collective (it broadcasts the buffers), and ranks
-    # with one batch less would leave the others waiting in it.
+    # The bare module: the wrapper's forward may broadcast the buffers, and a rank that has no batch
+    # would leave the others waiting in it.
     model = model.module if isinstance(model, DistributedDataParallel) else model
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -764,75 +762,70 @@ def launch(args):
 # The sampler shown at work
 
 
-# What it shows, samples, with a sampler, set_epoch called, the loader's drop_last.
-CASES = {
-    "1": ("no sampler: every rank reads everything", 8, False, False, True),
-    "2": ("with the sampler: the ranks split the data, the same way every epoch", 8, True, False, True),
-    "3": ("set_epoch: a new split each epoch", 8, True, True, True),
-    "4": ("6 samples, 3 for each rank: short batches are kept", 6, True, False, False),
-    "4, dropping the short batch": ("a batch of 4 never fills: nothing is read", 6, True, False, True),
-    "5": ("5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
-    "5, with set_epoch": ("the repeated sample is the first of that epoch's order", 5, True, True, False),
-    "6": ("10 samples: each rank's last batch has one sample (BatchNorm!)", 10, True, False, False),
-    "7": ("drop_last on the loader: the batch of one is gone", 10, True, False, True),
-}
+CASES = [  # what it shows, samples, with a sampler, set_epoch called, the loader's drop_last
+    ("1: no sampler: every rank reads everything", 8, False, False, True),
+    ("2: with the sampler: the ranks split the data, the same way every epoch", 8, True, False, True),
+    ("3: set_epoch: a new split each epoch", 8, True, True, True),
+    ("4: 3 samples for each rank: short batches are kept", 6, True, False, False),
+    ("4, dropping the short batch: a batch of 4 never fills, nothing is read", 6, True, False, True),
+    ("5: 5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
+    ("5, with set_epoch: the repeated sample is the first of that epoch's order", 5, True, True, False),
+    ("6: each rank's last batch is a single sample, which BatchNorm may refuse", 10, True, False, False),
+    ("7: drop_last on the loader: that batch is gone", 10, True, False, True),
+]
 
 
 def show_case(title, num_samples, with_sampler, set_epoch, loader_drop_last, num_replicas=2, batch_size=4,
               drop_last=False, pad=True):
-    """Print what each rank reads in two epochs: in its stripe of the epoch's order, and as batches."""
+    """Print what each rank reads in two epochs: its stripe of the epoch's order, then its batches."""
     colour = "\033[{}m{}\033[0m".format if sys.stdout.isatty() else lambda code, text: text
-    print(f"{colour(1, title)}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
+    print(f"case {colour(1, title)}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
     width = len(str(num_samples - 1)) + 2
     for epoch in range(2):
-        batches = []
+        ranks = []
         for rank in range(num_replicas):
             sampler = range(num_samples)
             if with_sampler:
                 sampler = DistributedSampler(sampler, num_replicas, rank, drop_last=drop_last, pad=pad)
                 sampler.set_epoch(epoch if set_epoch else 0)
-            batches.append(list(BatchSampler(sampler, batch_size, loader_drop_last)))
-        read = [list(itertools.chain(*rank)) for rank in batches]
-        seen = set()
-        rows = [""] * num_replicas
-        for position in range(num_replicas * max(map(len, read))):
-            turn, reader = divmod(position, num_replicas)
-            for rank in range(num_replicas):
-                cell = ""
-                if rank == reader and turn < len(read[rank]):
-                    sample = read[rank][turn]
-                    cell = f"{sample}*" if sample in seen else f"{sample} "
-                    seen.add(sample)
-                rows[rank] += colour(31 if "*" in cell else 32 + rank % 6, cell.rjust(width))
-        for rank, row in enumerate(rows):
-            shown = [f"{batch}" if len(batch) == batch_size else colour(33, f"{batch} short") for batch in batches[rank]]
-            print(f"  epoch {epoch}  rank {rank} {row}    {' '.join(shown) or 'nothing'}")
-        unread = sorted(set(range(num_samples)) - seen)
+            ranks.append(list(BatchSampler(sampler, batch_size, loader_drop_last)))
+        stripes, seen = [""] * num_replicas, set()
+        for turn in itertools.zip_longest(*(itertools.chain(*batches) for batches in ranks)):
+            for reader, sample in enumerate(turn):
+                repeated = sample in seen
+                cell = "" if sample is None else f"{sample}{'*' if repeated else ' '}"
+                for rank in range(num_replicas):
+                    stripes[rank] += colour(31 if repeated else 32, (cell if rank == reader else "").rjust(width))
+                seen.add(sample)
+        for rank, (stripe, batches) in enumerate(zip(stripes, ranks)):
+            shown = [str(batch) if len(batch) == batch_size else colour(33, f"{batch} short") for batch in batches]
+            print(f"  epoch {epoch}  rank {rank} {stripe}    {' '.join(shown) or 'nothing'}")
+        unread = [str(sample) for sample in range(num_samples) if sample not in seen]
         if unread:
-            print(f"  epoch {epoch}  read by no rank: {' '.join(map(str, unread))}")
+            print(f"  epoch {epoch}  read by no rank: {' '.join(unread)}")
     print()
 
 
 def cases(argv):
-    """The command `cases`: the nine experiments, or one with the reader's own numbers."""
-    parser = Parser(prog="ddp_reference.py cases", description="Print which samples each rank reads, in batches: "
-                    "nine experiments, or your own. A sample that was already read is marked *.")
+    """The command `cases`: nine experiments, or one with the reader's own numbers."""
+    parser = Parser(prog="ddp_reference.py cases", description="Print which samples each rank reads, in nine "
+                    "experiments or, with --num-samples, in your own. * marks a sample that was already read.")
     parser.add_argument("--num-samples", type=whole(1, 10000), metavar="N")
-    parser.add_argument("--num-replicas", type=whole(1, 1000), default=2, metavar="W", help="[%(default)s]")
+    parser.add_argument("--num-replicas", type=whole(1, 1000), default=2, metavar="W", help="ranks [%(default)s]")
     parser.add_argument("--batch-size", type=whole(1), default=4, metavar="B", help="[%(default)s]")
-    parser.add_argument("--drop-last", action="store_true", help="the sampler's")
-    parser.add_argument("--loader-drop-last", action="store_true", help="the loader's")
-    parser.add_argument("--no-set-epoch", action="store_true")
-    parser.add_argument("--no-pad", action="store_true")
+    parser.add_argument("--drop-last", action="store_true", help="the sampler drops what it would pad")
+    parser.add_argument("--loader-drop-last", action="store_true", help="the loader drops a short batch")
+    parser.add_argument("--no-set-epoch", action="store_true", help="set_epoch is forgotten")
+    parser.add_argument("--no-pad", action="store_true", help="the sampler does not pad")
     args = parser.parse_args(argv)
     if args.num_samples:
-        show_case("your case", args.num_samples, True, not args.no_set_epoch, args.loader_drop_last,
+        show_case("of your own", args.num_samples, True, not args.no_set_epoch, args.loader_drop_last,
                   args.num_replicas, args.batch_size, args.drop_last, not args.no_pad)
     elif argv:
         refuse("cases: your own numbers begin with --num-samples")
     else:
-        for number, (shows, *case) in CASES.items():
-            show_case(f"case {number}: {shows}", *case)
+        for case in CASES:
+            show_case(*case)
 
 
 # The command line
@@ -861,48 +854,52 @@ def positive(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
-def parse_args(argv=None):
-    """The command line, checked before any process starts; what is left open is decided here."""
-    parser = Parser(prog="ddp_reference.py", description="Data-parallel training of a small test net, on all GPUs or on the CPU.",
-                    epilog="""examples:
-  bash run.sh                                 the main job: about ten seconds on two cores
-  bash run.sh --nproc-per-node 4 --epochs 2   four processes on this machine
-  bash run.sh --accumulate 4 --amp            larger steps, bfloat16 arithmetic""",
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    job = parser.add_argument_group("the job")
+def add_data_options(group):
+    """The options of the synthetic data set: of the main job and of write-shards."""
+    group.add_argument("--num-samples", type=whole(1), default=100, metavar="N",
+                       help="samples in the data set [%(default)s]")
+    group.add_argument("--length", type=whole(2), default=10000, metavar="L",
+                       help="positions in a sample [%(default)s]")
+    group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S",
+                       help="of the data, the order and the initial weights [%(default)s]")
+
+
+def make_parser():
+    parser = Parser(prog="ddp_reference.py", formatter_class=argparse.RawDescriptionHelpFormatter, description="""\
+Data-parallel training of a small net, on all GPUs of this machine or on its CPU.
+Other commands: cases (what each rank reads), write-shards DIR; each has a --help.""", epilog="""\
+examples:
+  bash run.sh                                        the main job; about ten seconds on two cores
+  bash run.sh --nproc-per-node 4 --accumulate 4      four processes, steps of 4 x 4 x 4 samples
+  bash run.sh --checkpoint ck.pt --checkpoint-every 100     killed? the same line again goes on""")
+    job = parser.add_argument_group("processes")
     job.add_argument("--nproc-per-node", type=whole(1), metavar="N",
-                     help="processes on this machine [one per GPU; without GPUs 2]")
+                     help="processes on this machine [one per GPU; without a GPU 2]")
     job.add_argument("--backend", choices=["nccl", "gloo"],
-                     help="[nccl if every process has a GPU of its own, else gloo: processes share GPUs or "
-                          "run on the CPU]")
+                     help="gloo lets processes share a GPU [nccl if each has its own, else gloo]")
     job.add_argument("--parallel", choices=["ddp", "dp", "none"], default="ddp",
-                     help="DistributedDataParallel, nn.DataParallel (one process, all GPUs) or the bare net in one "
-                          "process [%(default)s]")
+                     help="DistributedDataParallel; or, in one process, nn.DataParallel over all GPUs, or the "
+                          "bare net [%(default)s]")
+    job.add_argument("--num-workers", type=whole(0), default=0, metavar="N",
+                     help="loader processes of each process; 0: it loads its data itself [%(default)s]")
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=whole(1), default=6, metavar="N", help="[%(default)s]")
     training.add_argument("--batch-size", type=whole(1), default=4, metavar="N",
-                          help="samples a batch, on each process [%(default)s]")
-    training.add_argument("--lr", type=positive, default=0.01, metavar="X",
-                          help="learning rate of Adam, for a step over all processes: the step's batch grows "
-                               "with their number, the rate does not [%(default)s]")
+                          help="samples in a batch of one process, or GPU [%(default)s]")
     training.add_argument("--accumulate", type=whole(1), default=1, metavar="K",
-                          help="batches a step [%(default)s]")
-    training.add_argument("--amp", action="store_true", help="compute in bfloat16 where autocast does")
+                          help="batches in a step of one process [%(default)s]")
+    training.add_argument("--lr", type=positive, default=0.01, metavar="X",
+                          help="learning rate of Adam; it is not scaled by the number of processes, and the "
+                               "samples in a step are [%(default)s]")
+    training.add_argument("--drop-last", action="store_true",
+                          help="leave out samples that do not fill a batch on every process")
+    training.add_argument("--amp", action="store_true", help="run the net under bfloat16 autocast")
     training.add_argument("--sync-bn", action="store_true",
                           help="BatchNorm over the batches of all processes (GPUs only)")
-    training.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S",
-                          help="of the data, the order and the initial weights [%(default)s]")
     training.add_argument("--log-interval", type=whole(1), default=10, metavar="N",
-                          help="steps between two looks at the loss; each waits for the device [%(default)s]")
+                          help="steps between two looks at loss and SIGTERM; each waits for the GPU [%(default)s]")
     data = parser.add_argument_group("data")
-    data.add_argument("--num-samples", type=whole(1), default=100, metavar="N",
-                      help="samples to train on [%(default)s]")
-    data.add_argument("--length", type=whole(2), default=10000, metavar="L",
-                      help="positions a sample [%(default)s]")
-    data.add_argument("--drop-last", action="store_true",
-                      help="leave out what does not fill a batch on every process")
-    data.add_argument("--num-workers", type=whole(0), default=0, metavar="N",
-                      help="loader processes for each process; 0: it loads by itself [%(default)s]")
+    add_data_options(data)
     data.add_argument("--shards", metavar="PATTERN",
                       help="train on tar shards instead: a glob pattern, or name-{000..003}.tar")
     data.add_argument("--val-shards", metavar="PATTERN", help="and evaluate on these")
@@ -912,9 +909,12 @@ def parse_args(argv=None):
     resuming.add_argument("--checkpoint", metavar="PATH",
                           help="resume from this file if it exists; write it after each epoch and on SIGTERM")
     resuming.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="and after every N steps")
-    args = parser.parse_args(argv)
+    return parser
 
-    gpus = torch.cuda.device_count()
+
+def parse_args(argv=None):
+    """The command line; what it leaves open is decided, what cannot work is refused, before any process starts."""
+    args, gpus = make_parser().parse_args(argv), torch.cuda.device_count()
     if args.parallel != "ddp":
         if under_torchrun() or (args.nproc_per_node or 1) > 1:
             refuse(f"--parallel {args.parallel} is a single process")
@@ -928,13 +928,13 @@ def parse_args(argv=None):
         world_size = int(os.environ["WORLD_SIZE"])
     else:
         args.nproc_per_node = world_size = args.nproc_per_node or gpus or 2
-    if args.backend is None:
-        args.backend = "nccl" if args.nproc_per_node <= gpus else "gloo"
+    args.backend = args.backend or ("nccl" if args.nproc_per_node <= gpus else "gloo")
     if args.backend == "nccl" and args.nproc_per_node > gpus:
         refuse(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
                f"use --backend gloo" + (", which lets them share" if gpus else ""))
     if args.sync_bn and (not gpus or args.parallel != "ddp"):
         refuse("--sync-bn needs GPUs and --parallel ddp: PyTorch's SyncBatchNorm runs on nothing else")
+
     args.job = {"number of samples": args.num_samples, "length": args.length, "seed": args.seed}
     if args.shards and args.val_shards:
         try:
@@ -950,8 +950,7 @@ def parse_args(argv=None):
     if args.drop_last and args.num_samples // world_size < args.batch_size:
         refuse(f"--drop-last leaves nothing to train on: {args.num_samples} samples on {world_size} "
                f"processes do not fill one batch of {args.batch_size}")
-    if args.checkpoint_every and not args.checkpoint:
-        refuse("--checkpoint-every needs --checkpoint PATH")
+
     if args.checkpoint:
         folder = os.path.dirname(os.path.realpath(args.checkpoint))
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -960,19 +959,20 @@ def parse_args(argv=None):
             load_checkpoint(args.checkpoint, args.job, ConvNet(), "cpu")
         except ValueError as error:
             refuse(error)
+    elif args.checkpoint_every:
+        refuse("--checkpoint-every needs --checkpoint PATH")
     return args
 
 
 def main(argv):
+    """The program: train, or one of the other commands. Returns the exit status."""
     if argv[:1] == ["cases"]:
         return cases(argv[1:])
     if argv[:1] == ["write-shards"]:
         parser = Parser(prog="ddp_reference.py write-shards", description="Write the synthetic data set as tar shards.")
-        parser.add_argument("folder", metavar="DIR")
-        parser.add_argument("--num-samples", type=whole(1), default=100, metavar="N", help="[%(default)s]")
-        parser.add_argument("--length", type=whole(2), default=10000, metavar="L", help="[%(default)s]")
-        parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="[%(default)s]")
-        parser.add_argument("--shard-size", type=whole(1), default=25, metavar="M", help="samples a shard [%(default)s]")
+        parser.add_argument("folder", metavar="DIR", help="new or empty")
+        parser.add_argument("--shard-size", type=whole(1), default=25, metavar="M", help="samples in a shard [%(default)s]")
+        add_data_options(parser)
         try:
             return write_shards(**vars(parser.parse_args(argv[1:])))
         except OSError as error:

@@ -7,7 +7,9 @@ The oracles: torch's own sampler, a single process on the whole batch, an undist
 """
 
 import contextlib
+import datetime
 import functools
+import gc
 import io
 import itertools
 import os
@@ -61,7 +63,8 @@ def environment(**extra):
     """For a subprocess: one thread a rank, no GPU, nothing left over from a launcher."""
     unwanted = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES"}
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+    wanted = inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def start(*command, **extra):
@@ -149,7 +152,7 @@ def rank_main(rank, world_size, folder, function, args):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank,
-                            world_size=world_size)
+                            world_size=world_size, timeout=datetime.timedelta(seconds=30))
     torch.save(function(rank, *args), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -268,9 +271,11 @@ class TheSampler(unittest.TestCase):
                     Counted.largest = max(Counted.largest, result.untyped_storage().nbytes())
                 return result
         with Counted():
-            first = next(iter(ddp.DistributedSampler(range(100_000), 8, 3)))
-        self.assertIsInstance(first, int)
+            iterator = iter(ddp.DistributedSampler(range(100_000), 8, 3))
         self.assertLessEqual(Counted.largest, 400_000)
+        held = [t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor and len(t.shape) == 1]
+        self.assertLessEqual(max(held), 50_000)
+        self.assertIsInstance(next(iterator), int)
         unshuffled = iter(ddp.DistributedSampler(range(2**50), 2**20, 5, shuffle=False))
         self.assertEqual([next(unshuffled), next(unshuffled)], [5, 5 + 2**20])
 
@@ -318,6 +323,13 @@ class TheDataSetAndTheNet(unittest.TestCase):
         self.assertTrue((logits < 0).any() and (logits > 0).any())
 
 
+def folder_of(test_class):
+    """A temporary folder for the tests of a class."""
+    folder = tempfile.TemporaryDirectory()
+    test_class.addClassCleanup(folder.cleanup)
+    return pathlib.Path(folder.name)
+
+
 def write_tar(path, members, form=tarfile.PAX_FORMAT):
     """A tar of (name, bytes) or (TarInfo, None) members."""
     with tarfile.open(path, "w", format=form) as tar:
@@ -337,7 +349,7 @@ def npy(array):
 class TheShards(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = folder_of(cls)
         ddp.write_shards(cls.folder / "train", 22, 40, 0, shard_size=5)
         ddp.write_shards(cls.folder / "val", 7, 40, 1, shard_size=3)
         cls.shards = ddp.find_shards(str(cls.folder / "train" / "*.tar"))
@@ -507,6 +519,14 @@ class TheShards(unittest.TestCase):
                     ddp.training_pair(str(path), sample)
             self.assertRegex(refusal(self, "--shards", str(path), "--val-shards", str(path)), message)
 
+    def test_a_sample_that_is_cut_off_is_not_given_out(self):
+        path = pathlib.Path(write_tar(self.folder / "cut.tar", [("a.bin", b"x" * 2000), ("b.bin", b"y" * 2000)]))
+        path.write_bytes(path.read_bytes()[:512 + 2048 + 512 + 1000])
+        samples = ddp.read_shard(str(path))
+        self.assertEqual(len(next(samples)["bin"]), 2000)
+        with self.assertRaisesRegex(ValueError, "cut.tar is no shard, or not all of one"):
+            next(samples)
+
     def test_patterns_name_shards_and_a_missing_one_is_refused(self):
         self.assertEqual(ddp.find_shards(str(self.folder / "train" / "{000000..000004}.tar")), self.shards)
         for pattern, missing in ((self.folder / "no" / "*.tar", "*.tar"),
@@ -547,16 +567,16 @@ def trained(model, loader, **options):
     return getattr(model, "module", model).state_dict(), samples, sums
 
 
-def evaluated(rank, world_size):
+def evaluated(rank, world_size, num_samples=25):
     """What evaluate() says on one of world_size ranks."""
-    data = ddp.SyntheticDataset(25, 40)
+    data = ddp.SyntheticDataset(num_samples, 40)
     sampler = ddp.DistributedSampler(data, world_size, rank, shuffle=False, pad=False)
     model = DistributedDataParallel(net(ddp.ConvNet)) if world_size > 1 else net(ddp.ConvNet)
     return ddp.evaluate(model, DataLoader(data, 4, sampler=sampler), CPU)
 
 
 def on_each_of_two_ranks(rank):
-    result = {"evaluated": evaluated(rank, 2)}
+    result = {"evaluated": evaluated(rank, 2), "evaluated one sample": evaluated(rank, 2, num_samples=1)}
 
     data = ddp.SyntheticDataset(8, 40)
     x, y = (torch.stack(part) for part in zip(*data))
@@ -577,6 +597,7 @@ def on_each_of_two_ranks(rank):
     loader = DataLoader(data, 1, sampler=ddp.DistributedSampler(data))
     result["accumulated"] = trained(model, loader, accumulate=2)
     result["communications"] = len(buckets)
+    result["held"] = str(torch.distributed.nn.functional.all_reduce.__defaults__[1])
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         module = ddp.train(ddp.parse_args(["--backend", "gloo", *SMALL]), CPU, rank, 2)
@@ -625,6 +646,24 @@ class TheLoop(unittest.TestCase):
     def test_the_ranks_communicate_only_on_the_last_batch_of_a_window(self):
         self.assertEqual(self.ranks[0]["communications"], 2)  # one bucket, two windows of two batches
 
+    def test_no_default_argument_of_pytorch_holds_the_process_group(self):
+        # Else it outlives destroy_process_group, and its threads abort the interpreter now and then.
+        self.assertEqual([rank["held"] for rank in self.ranks], ["None", "None"])
+
+    def test_the_jobs_validation_loader_reads_every_sample_once_over_all_ranks(self):
+        args = ddp.parse_args(["--backend", "gloo", *SMALL])
+        loaders = [ddp.make_loaders(args, CPU, rank, 3)[1] for rank in range(3)]
+        read = [tuple(x[:3].tolist()) for loader in loaders for batch, _ in loader for x in batch[:, 0]]
+        self.assertEqual((len(read), len(set(read))), (25, 25))
+
+    def test_the_digest_covers_parameters_and_buffers(self):
+        module = net(ddp.ConvNet)
+        digests = {ddp.digest(module)}
+        for tensor in (module.conv3.bias.data, module.bn1.running_var, module.bn2.num_batches_tracked):
+            tensor += 1
+            digests.add(ddp.digest(module))
+        self.assertEqual(len(digests), 4)
+
     def test_the_last_short_window_is_a_step_by_the_mean_of_its_own_batches(self):
         data = ddp.SyntheticDataset(5, 40)
         state, samples, _ = trained(net(), DataLoader(data, 1), accumulate=2)
@@ -652,6 +691,11 @@ class TheLoop(unittest.TestCase):
         for loss, accuracy in results:
             self.assertAlmostEqual(loss, sum(losses) / 25, places=6)
             self.assertAlmostEqual(accuracy, sum(correct) / 25, places=6)
+
+    def test_a_rank_without_a_sample_takes_part_in_the_evaluation(self):
+        for rank in self.ranks:
+            for ours, single in zip(rank["evaluated one sample"], evaluated(0, 1, num_samples=1)):
+                self.assertAlmostEqual(ours, single, places=6)
 
     def test_the_steps_wait_for_the_device_nowhere(self):
         # .item(), .tolist(), bool() and the like all call this operator.
@@ -706,6 +750,20 @@ class TheJob(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertEqual(err.count("Traceback"), 1)
         self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
+
+    @unittest.skipUnless(torch.get_num_threads() > 1, "there is one core")
+    def test_the_ranks_share_the_cores_and_leave_their_group_also_after_an_error(self):
+        text = ("import atexit, torch\n"
+                "atexit.register(lambda: print('in a group:', ddp.dist.is_initialized()))\n"
+                "def broken(*args): os.write(1, b'threads %d\\n' % torch.get_num_threads()); raise ValueError\n"
+                "ddp.make_loaders = broken\n")
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(program(folder, text), *SMALL, OMP_NUM_THREADS=None)
+            status, out, err = finish(process)
+        self.assertEqual(status, 1, err)
+        self.assertGreaterEqual(out.count(f"threads {torch.get_num_threads() // 2}\n"), 1, out)
+        self.assertGreaterEqual(out.count("in a group: False\n"), 2)
+        self.assertNotIn("in a group: True", out)
 
     def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
         status, out, err = self.broken_job(
@@ -796,7 +854,7 @@ class TheCases(unittest.TestCase):
 class TheCheckpoint(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = folder_of(cls)
         # Killed before its second checkpoint: the first is of epoch 0 after one step, 8 of 22 samples.
         cls.path = cls.folder / "first.pt"
         cls.options = [*SMALL, "--checkpoint-every", "1", "--checkpoint"]
@@ -850,20 +908,22 @@ class TheCheckpoint(unittest.TestCase):
         self.assert_same_end([out, job(*self.options, path, *more)], *more)
 
     def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
+        text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
+                "    if self.seed == 0:\n"
+                "        print(i, file=open(os.environ['READ'] + os.environ['RANK'], 'a'))\n"
+                "    return original(self, i)\n"
+                "ddp.SyntheticDataset.__getitem__ = logged\n" +
+                sabotage("ddp.save_checkpoint", 1, "assert os.environ['RANK'] == '0', 'two ranks write'"))
         for num_replicas in (1, 3):
-            text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
-                    "    if self.seed == 0:\n"
-                    f"        print(i, file=open('{self.folder}/%s.' + os.environ['RANK'], 'a'))\n"
-                    "    return original(self, i)\n"
-                    "ddp.SyntheticDataset.__getitem__ = logged\n") % num_replicas
-            path = self.copy(f"elastic{num_replicas}.pt")
-            status, out, err = self.sabotaged(text, *self.options, path, "--epochs", "1",
-                                              "--nproc-per-node", num_replicas)
+            path, read = self.copy(f"elastic{num_replicas}.pt"), self.folder / f"read{num_replicas}."
+            status, out, err = finish(start(program(self.folder, text), *self.options, path,
+                                            "--nproc-per-node", num_replicas, READ=str(read)))
             self.assertEqual(status, 0, err)
             self.assertIn("epoch 0, sample 8 of 22", out)
-            read = [[int(i) for i in (self.folder / f"{num_replicas}.{rank}").read_text().split()]
-                    for rank in range(num_replicas)]
-            self.assertEqual(read, indices(22, start=8, num_replicas=num_replicas))
+            indices_read = [[int(i) for i in pathlib.Path(f"{read}{rank}").read_text().split()]
+                            for rank in range(num_replicas)]
+            rest, new = (indices(22, *place, num_replicas=num_replicas) for place in ((0, 8), (1, 0)))
+            self.assertEqual(indices_read, [a + b for a, b in zip(rest, new)])
 
     def test_a_write_that_fails_ends_the_job_with_the_reason_and_the_old_file(self):
         path = self.copy("full.pt")
@@ -909,6 +969,9 @@ class TheCheckpoint(unittest.TestCase):
     def test_torchrun_restarts_a_killed_rank_and_the_job_ends_undisturbed(self):
         text = sabotage(READ, 6, "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':"
                                  " os.kill(os.getpid(), signal.SIGKILL)")
+        # After the restart rank 0 comes late: would rank 1 wait for it, or find its last address?
+        text += ("if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '01':\n"
+                 "    import time; time.sleep(1.5)\n")
         status, out, err = self.sabotaged(
             text, *self.options, self.folder / "restarted.pt",
             launcher=[*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"])
@@ -938,6 +1001,14 @@ class TheCheckpoint(unittest.TestCase):
         torch.save(state, self.folder / "net.pt")
         self.assertIn("its conv1.weight is [8, 3, 3], but here it is [16, 3, 3]",
                       self.refusal(self.folder / "net.pt"))
+
+    def test_a_checkpoint_that_would_execute_something_is_refused_and_does_not(self):
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(TheCheckpoint.folder / "executed"),)
+        torch.save(torch.load(self.path) | {"evil": Evil()}, self.folder / "evil.pt")
+        self.assertIn("UnpicklingError", self.refusal(self.folder / "evil.pt"))
+        self.assertFalse((self.folder / "executed").exists())
 
     def test_a_place_that_cannot_be_written_is_refused(self):
         self.assertIn("nowhere is not a folder", self.refusal(self.folder / "nowhere" / "a.pt"))
