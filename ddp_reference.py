@@ -1,14 +1,14 @@
 """Data-parallel training with PyTorch in one file: a reference to run, to copy from and to read.
 
-    bash run.sh                                  # one process per GPU (NCCL); without a GPU two on the CPU (gloo)
+    bash run.sh                                  # a process per GPU (NCCL); without a GPU two (gloo)
     python ddp_reference.py --nproc-per-node 4   # the same without run.sh, on four processes
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
     torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 \\
              --nproc-per-node=8 ddp_reference.py # on the first of two machines; on the other --node-rank=1
 
 From top to bottom: which samples a rank reads, what a sample is, the net, training and evaluation,
-one process of the job, the launch, the command line. test_ddp_reference.py shows that each part does
-what its docstring says; it is in the same order.
+checkpoints, one process of the job, the launch; beside this core tar shards and the sampler shown at
+work; the command line. test_ddp_reference.py shows that each part does what its docstring says.
 """
 
 import argparse
@@ -34,12 +34,13 @@ import warnings
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before any group exists: see worker()
+import torch.distributed.nn  # before any group exists: see the end of worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate,
+                              get_worker_info)
 
 
 # Which samples a rank reads
@@ -162,7 +163,427 @@ class SyntheticDataset(Dataset):
         return torch.from_numpy(x), torch.from_numpy(moving_sum.argmax(axis=0))
 
 
-# Samples streamed from tar shards (for data too large to index; the core does without)
+# The net
+
+
+class ConvNet(nn.Module):
+    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
+
+    def __init__(self, num_classes=3):
+        super().__init__()
+        self.conv1 = nn.Conv1d(3, 16, kernel_size=3, padding=1)
+        self.bn1 = nn.BatchNorm1d(16)
+        self.conv2 = nn.Conv1d(16, 32, kernel_size=3, padding=1)
+        self.bn2 = nn.BatchNorm1d(32)
+        self.conv3 = nn.Conv1d(32, num_classes, kernel_size=3, padding=1)
+        self.bn3 = nn.BatchNorm1d(num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))  # no ReLU: cross entropy takes logits of either sign
+
+
+# Training and evaluation
+
+
+def tally(loss, logits, y):
+    """float64 (3,) on the device: sum of the losses, correct positions, positions of one batch.
+
+    Sums, because sums can be added up over batches and ranks of any size; means can't. And a tensor,
+    because .item() would make the host wait for the device in every step.
+    """
+    positions = loss.new_full((), y.numel(), dtype=torch.float64)
+    return torch.stack([loss.detach() * positions, (logits.max(dim=1).indices == y).sum(), positions])
+
+
+def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
+    """Train on all that the loader gives; after each optimizer step, yield the samples read so far.
+
+    model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
+    sums: float64 on the device; the tally of each batch is added to the first three. The fourth counts
+        the steps until the sum of the losses stopped being finite.
+    accumulate: batches a step. Its gradient is the mean over them, also in the last, shorter window.
+    amp: run the net under bfloat16 autocast.
+    """
+    model.train()
+    batches, samples = len(loader), 0
+    for i, (x, y) in enumerate(loader):
+        window = min(accumulate, batches - i // accumulate * accumulate)
+        last_of_window = i % accumulate == window - 1
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        # The ranks add up their gradients during backward: once a step is enough.
+        silent = isinstance(model, DistributedDataParallel) and not last_of_window
+        with model.no_sync() if silent else contextlib.nullcontext():
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
+                logits = model(x)
+                loss = F.cross_entropy(logits, y)
+            (loss / window).backward()
+        sums[:3] += tally(loss, logits, y)
+        samples += len(x)
+        if last_of_window:
+            optimizer.step()
+            optimizer.zero_grad()
+            sums[3] += sums[0].isfinite()
+            yield samples
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):
+    """(loss, accuracy) over all that the loaders of all ranks give, the same on every rank.
+
+    Sums are reduced, not means, so with a sampler that neither pads nor drops the result does not
+    depend on the number of ranks. Leaves the model in eval mode.
+    """
+    # The bare module: the wrapper's first forward broadcasts the buffers, and a rank without a batch
+    # would not join in.
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for x, y in loader:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        logits = model(x)
+        sums += tally(F.cross_entropy(logits, y), logits, y)
+    loss, correct, positions = sum_over_ranks(sums)
+    return loss / positions, correct / positions
+
+
+def sum_over_ranks(values):
+    """The sum of a tensor (n,) over all ranks, as a list of numbers. The host waits for the device."""
+    values = values.clone()
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def digest(module):
+    """SHA-256 over all parameters and buffers: equal digests, equal models."""
+    sha256 = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        sha256.update(name.encode())
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return sha256.hexdigest()
+
+
+# Checkpoints
+
+
+def save_checkpoint(path, state):
+    """Write a checkpoint so that at every moment `path` is either the old one or the new one, whole.
+
+    Raises if it cannot be written, and the old one is intact.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is reused
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
+        os.replace(temporary, os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # and now the name
+    finally:
+        os.close(directory)
+
+
+def load_checkpoint(path, job, module):
+    """The state that save_checkpoint wrote, its tensors on the CPU; None if there is no file.
+
+    job: a dict of what has to be the same to go on.  module: so have its parameters' shapes.
+    Raises ValueError, naming the file and what is wrong with it.
+    """
+    def identity(job, module_state):
+        return job | {name: list(tensor.shape) for name, tensor in module_state.items()}
+    try:
+        # Without map_location every rank loads onto rank 0's GPU. From the CPU load_state_dict moves all to
+        # this rank's device but Adam's step counters, which on a GPU would make each step wait for it.
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = identity(state["job"], state["module"])
+    except FileNotFoundError:
+        return None
+    except (IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # which one a damaged file raises depends on where the damage is
+        raise ValueError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
+    here = identity(job, module.state_dict())
+    for name in here | saved:
+        if here.get(name) != saved.get(name):
+            raise ValueError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
+                             f"but here it is {here.get(name)}")
+    return state
+
+
+def resume(args, device, module, optimizer):
+    """Load the job's checkpoint, if there is one: (epoch, samples of it already read, their sums)."""
+    epoch, samples, sums = 0, 0, [0, 0, 0]
+    if args.checkpoint and (state := load_checkpoint(args.checkpoint, args.job, module)):
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # as the command line says now, not as it said then
+        epoch, samples, sums = state["epoch"], state["samples"], state["sums"]
+    # No rank goes on before all have loaded, nor from elsewhere than the others.
+    total = sum_over_ranks(torch.tensor([epoch, samples, 1], dtype=torch.float64, device=device))
+    if total != [total[2] * epoch, total[2] * samples, total[2]]:
+        raise RuntimeError(f"the ranks find different checkpoints: {args.checkpoint} must be one file for all")
+    return epoch, samples, sums
+
+
+# One process of the job
+
+
+def total_over_ranks(sums, epoch):
+    """The sums of train_steps over all ranks, as a list. Raises FloatingPointError if the loss is not finite."""
+    totals = sum_over_ranks(sums)
+    if not math.isfinite(totals[0]):
+        steps = sums[3].clone()  # of the rank where it began: the others follow, by the shared gradient
+        if dist.is_initialized():
+            dist.all_reduce(steps, dist.ReduceOp.MIN)
+        raise FloatingPointError(f"the loss is not finite in epoch {epoch}, step {int(steps) + 1}: lower --lr?")
+    return totals
+
+
+def ignore_sigterm(worker):
+    """For a loader worker, where SIGTERM means a checkpoint: the worker ends with its rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def make_loaders(args, device, rank, world_size):
+    """(training loader, validation loader, the training loader's set_epoch) of one rank."""
+    # A spawned process would spawn its loader workers too, and each would import torch anew.
+    fork = args.num_workers > 0 and sys.platform == "linux"
+    pin = device.type == "cuda"
+    options = dict(batch_size=args.batch_size, num_workers=args.num_workers,
+                   persistent_workers=args.num_workers > 0, multiprocessing_context="fork" if fork else None,
+                   worker_init_fn=ignore_sigterm if args.checkpoint else None)
+    share = dict(num_replicas=world_size, rank=rank)
+    if args.shards:
+        stream = ShardStream(args.shards, args.num_samples, seed=args.seed, **share)
+        loader = Remix(DataLoader(stream, **options), args.batch_size, max(1, 4 * args.batch_size * args.num_workers),
+                       args.drop_last, pin)
+        val_stream = ShardStream(args.val_shards, None, resampled=False, shuffle_buffer=1, **share)
+        return loader, DataLoader(val_stream, pin_memory=pin, **options), stream.set_epoch
+    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=args.drop_last, **share)
+    val_sampler = DistributedSampler(val_set, shuffle=False, pad=False, **share)
+    loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, pin_memory=pin, **options)
+    return loader, DataLoader(val_set, sampler=val_sampler, pin_memory=pin, **options), sampler.set_epoch
+
+
+def train(args, device, rank, world_size):
+    """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
+
+    Returns the trained module, or None if SIGTERM ended the training early.
+    """
+    terminated = []
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    loader, val_loader, set_epoch = make_loaders(args, device, rank, world_size)
+    torch.manual_seed(args.seed)
+    module = ConvNet().to(device)
+    if args.sync_bn:
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
+    first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
+    # BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by those of all); the
+    # running ones are rank 0's, which the wrapper broadcasts before a step.
+    model = module
+    if args.parallel == "ddp":
+        model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
+                                        gradient_as_bucket_view=True)
+    elif args.parallel == "dp" and device.type == "cuda":
+        model = nn.DataParallel(module)
+
+    def say(line, end="\n"):
+        if rank == 0:
+            print(line, end=end, flush=True)
+
+    def save(epoch, samples, sums):
+        if rank == 0 and args.checkpoint:
+            if not all(tensor.isfinite().all() for tensor in module.state_dict().values()):
+                raise FloatingPointError(f"the net is not finite in epoch {epoch}, after sample {samples}")
+            save_checkpoint(args.checkpoint, dict(
+                job=args.job, module=module.state_dict(), optimizer=optimizer.state_dict(),
+                epoch=epoch, samples=samples, sums=sums))
+
+    backend = args.backend if args.parallel == "ddp" else f"parallel {args.parallel}"
+    say(f"{backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
+    if args.parallel == "dp" and model is module:
+        say("DataParallel needs GPUs: this is the bare net in one process")
+    if first_epoch >= args.epochs:
+        say(f"{args.checkpoint} is of the finished job: {first_epoch} epochs")
+    elif first_epoch or samples:
+        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {args.num_samples}")
+    clear_line = "\r\033[K" if sys.stdout.isatty() else ""
+    for epoch in range(first_epoch, args.epochs):
+        start, read, begin, rate = samples, 0, time.perf_counter(), 0.0
+        set_epoch(epoch, start)
+        step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
+        last_step = step + math.ceil(len(loader) / args.accumulate)
+        loss, correct, positions = saved_sums
+        sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
+                            device=device)
+        for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
+            step += 1
+            due = args.checkpoint_every and step % args.checkpoint_every == 0
+            if step % args.log_interval and step < last_step and not due:
+                continue
+            sums[4] = bool(terminated)  # rides along with the sums: all ranks see it at the same step
+            loss, correct, positions, _, stop = total_over_ranks(sums, epoch)
+            samples = min(start + read * world_size, args.num_samples)
+            rate = read * world_size / (time.perf_counter() - begin)
+            if clear_line:
+                say(f"{clear_line}epoch {epoch} step {step}/{last_step} | loss {loss / positions:.4f} "
+                    f"accuracy {correct / positions:.3f} | {rate:.1f} samples/s", end="")
+            if due or stop:
+                save(epoch, samples, [loss, correct, positions])
+            if stop:
+                say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
+                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave, with status 143, ends the job
+                return None
+        if args.parallel == "ddp":
+            for buffer in module.buffers():  # all ranks evaluate, and digest, rank 0's running statistics
+                dist.broadcast(buffer, src=0)
+        val_loss, val_accuracy = evaluate(model, val_loader, device)
+        if not math.isfinite(val_loss):
+            raise FloatingPointError(f"the validation loss is not finite after epoch {epoch}: lower --lr?")
+        say(f"{clear_line}epoch {epoch} | loss {loss / positions:.4f} accuracy {correct / positions:.3f} | "
+            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
+        samples, saved_sums = 0, [0, 0, 0]
+        save(epoch + 1, samples, saved_sums)
+    say(f"parameters sha256 {digest(module)}")
+    return module
+
+
+def local_device(local_rank):
+    """The local_rank-th GPU of this machine, or the CPU. The global rank counts over all machines."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def worker(local_rank, args, store_address=None):
+    """One process of the job: its threads, its device, its process group; then train.
+
+    local_rank: which process of this machine it is; torchrun gives the other numbers in the environment.
+    store_address: (host, port) of the TCPStore through which the ranks find each other, where the
+        parent holds one; without it, they are found as torchrun says.
+    """
+    # Ctrl-C reaches every process of the job: end at once, without a traceback. (launch() has blocked it.)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if store_address:
+        os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(args.nproc_per_node),
+                          LOCAL_WORLD_SIZE=str(args.nproc_per_node))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local_world_size == world_size:  # one machine: listen on nothing but the loopback address
+        for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
+            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1; without it each process takes all cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
+    store = None
+    try:
+        device = local_device(local_rank)
+        if store_address:
+            store = dist.TCPStore(*store_address, is_master=False, timeout=datetime.timedelta(seconds=60))
+        elif local_world_size == world_size:
+            # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
+            # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
+            store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                                     next(dist.rendezvous("env://", rank, world_size))[0])
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
+                                device_id=device if args.backend == "nccl" else None)
+        finished = train(args, device, rank, world_size) is not None
+    except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for each dead loader worker
+        # The first rank to fail says why; the others fail because it has left.
+        if store is None or store.add("failed", 1) == 1:
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        traceback.clear_frames(error.__traceback__)
+        signal.alarm(3)  # if leaving the group waits for ranks that wait for this one, end all the same
+        sys.exit(1)
+    finally:
+        # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the
+        # model in train()'s frame, which is gone now, or the default arguments of torch.distributed.nn, which
+        # DDP imports: hence the import above, before there is a group.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + signal.SIGTERM)
+
+
+# The launch
+
+
+def under_torchrun():
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def refuse(message):
+    """Bad input: one line on stderr, exit status 2."""
+    print(f"ddp_reference.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def launch(args):
+    """Start the job's processes and wait for them, or be one, where torchrun has started this one.
+
+    Returns the exit status.
+    """
+    if args.parallel != "ddp":
+        try:
+            return 0 if train(args, local_device(0), rank=0, world_size=1) else 128 + signal.SIGTERM
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    if under_torchrun():
+        worker(int(os.environ["LOCAL_RANK"]), args)
+        return 0
+    # The ranks meet at a port that the operating system chooses and that is held from then on: to look
+    # for a free one and use it later is a race (pytorch/pytorch#126510).
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
+    try:
+        listener = socket.create_server((address[0], int(address[1])))
+    except (OSError, ValueError, OverflowError) as error:
+        refuse(f"cannot listen on MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: {error}")
+    address = listener.getsockname()[:2]
+    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    # glibc reads these when a process starts. Otherwise it hands the memory of large tensors back to the
+    # system after each step and faults it in again in the next: a quarter of the main job's speed on a CPU.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
+    # Until a worker is ready for it: Ctrl-C while it imports torch would show the import's traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    context = mp.spawn(worker, (args, address), args.nproc_per_node, join=False)
+    if args.checkpoint:  # the ranks will write one and end
+        signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        while not context.join(grace_period=2):
+            pass
+    except mp.ProcessExitedException as error:
+        if error.signal_name not in (None, "SIGINT"):  # a rank that raised has told why itself
+            print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        for process in context.processes:
+            process.kill()
+    return 0
+
+
+# Beside the core: samples streamed from tar shards, for data too large to index
 
 
 def find_shards(pattern):
@@ -225,7 +646,7 @@ def read_shard(path):
             try:
                 decode = decoders.get(extension.rpartition(".")[2])
                 sample[extension] = decode(data) if decode else data
-            except ValueError as error:
+            except Exception as error:  # a damaged .npy header alone can raise half a dozen kinds
                 raise ValueError(f"{path}, member {member.name}: {error}") from error
         yield sample
 
@@ -271,7 +692,9 @@ class ShardStream(IterableDataset):
     resampled=False, for evaluation, where no step is a collective: the shards are dealt out to the
         ranks, and a rank's to its workers. Each sample is read exactly once; who gets no shard reads
         nothing. samples_per_epoch is not used.
-    shuffle_buffer: samples to mix; a shard is always read in the order in which it was written.
+    shuffle_buffer: samples to mix; a shard is always read in the order in which it was written. Resampled,
+        it is filled anew for each epoch, by every worker: let a worker's part of an epoch be much larger,
+        or else shards hold no more samples than it does, as those further back are never reached.
 
     What is read depends on (seed, epoch, start, rank, worker) alone. num_replicas and rank default to
     those of the process group. Reads as read_shard does, and raises what it raises.
@@ -358,408 +781,7 @@ def write_shards(folder, num_samples=100, length=10000, seed=0, shard_size=25):
                     tar.addfile(member, data)
 
 
-# The net
-
-
-class ConvNet(nn.Module):
-    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
-
-    def __init__(self, num_classes=3):
-        super().__init__()
-        self.conv1 = nn.Conv1d(3, 16, kernel_size=3, padding=1)
-        self.bn1 = nn.BatchNorm1d(16)
-        self.conv2 = nn.Conv1d(16, 32, kernel_size=3, padding=1)
-        self.bn2 = nn.BatchNorm1d(32)
-        self.conv3 = nn.Conv1d(32, num_classes, kernel_size=3, padding=1)
-        self.bn3 = nn.BatchNorm1d(num_classes)
-
-    def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return self.bn3(self.conv3(x))  # no ReLU: cross entropy takes logits of either sign
-
-
-# Training and evaluation
-
-
-def tally(loss, logits, y):
-    """float64 (3,) on the device: sum of the losses, correct positions, positions of one batch.
-
-    Sums, because sums can be added up over batches and ranks of any size; means can't. And a tensor,
-    because .item() would make the host wait for the device in every step.
-    """
-    positions = loss.new_full((), y.numel(), dtype=torch.float64)
-    return torch.stack([loss.detach() * positions, (logits.max(dim=1).indices == y).sum(), positions])
-
-
-def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
-    """Train on all that the loader gives; after each optimizer step, yield the samples read so far.
-
-    model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
-    sums: float64 on the device; the tally of each batch is added to the first three. The fourth counts
-        the steps until the sum of the losses stopped being finite.
-    accumulate: batches a step. Its gradient is the mean over them, also in the last, shorter window.
-    amp: run the net under bfloat16 autocast.
-    """
-    model.train()
-    batches, samples = len(loader), 0
-    for i, (x, y) in enumerate(loader):
-        window = min(accumulate, batches - i // accumulate * accumulate)
-        last_of_window = i % accumulate == window - 1
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        # The ranks add up their gradients during backward: once a step is enough.
-        silent = isinstance(model, DistributedDataParallel) and not last_of_window
-        with model.no_sync() if silent else contextlib.nullcontext():
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-                logits = model(x)
-                loss = F.cross_entropy(logits, y)
-            (loss / window).backward()
-        sums[:3] += tally(loss, logits, y)
-        samples += len(x)
-        if last_of_window:
-            optimizer.step()
-            optimizer.zero_grad()
-            sums[3] += sums[0].isfinite()
-            yield samples
-
-
-@torch.inference_mode()
-def evaluate(model, loader, device):
-    """(loss, accuracy) over all that the loaders of all ranks give, the same on every rank.
-
-    Sums are reduced, not means, so with a sampler that neither pads nor drops the result does not
-    depend on the number of ranks. Leaves the model in eval mode.
-    """
-    # The bare module: the wrapper's forward may broadcast the buffers, and a rank that has no batch
-    # would leave the others waiting in it.
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for x, y in loader:
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        logits = model(x)
-        sums += tally(F.cross_entropy(logits, y), logits, y)
-    loss, correct, positions = sum_over_ranks(sums)
-    return loss / positions, correct / positions
-
-
-def sum_over_ranks(values):
-    """The sum of a tensor (n,) over all ranks, as a list of numbers. The host waits for the device."""
-    values = values.clone()
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    return values.tolist()
-
-
-def digest(module):
-    """SHA-256 over all parameters and buffers: equal digests, equal models."""
-    sha256 = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        sha256.update(name.encode())
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
-    return sha256.hexdigest()
-
-
-# Checkpoints
-
-
-def save_checkpoint(path, state):
-    """Write a checkpoint so that at every moment `path` is either the old one or the new one, whole.
-
-    Raises OSError, with the old one intact, if it cannot be written.
-    """
-    folder, name = os.path.split(os.path.realpath(path))
-    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is reused
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
-        os.replace(temporary, os.path.join(folder, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    directory = os.open(folder, os.O_RDONLY)
-    os.fsync(directory)  # and now the name
-    os.close(directory)
-
-
-def load_checkpoint(path, job, module, device):
-    """The state that save_checkpoint wrote, its tensors on `device`; None if there is no file.
-
-    job: a dict of what has to be the same to go on.  module: so have its parameters' shapes.
-    Raises ValueError, naming the file and what is wrong with it.
-    """
-    def identity(job, module_state):
-        return job | {name: list(tensor.shape) for name, tensor in module_state.items()}
-    try:
-        # Onto this rank's device: without map_location every rank loads onto rank 0's GPU.
-        state = torch.load(path, map_location=device, weights_only=True)
-        saved = identity(state["job"], state["module"])
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # which one a damaged file raises depends on where the damage is
-        raise ValueError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
-    here = identity(job, module.state_dict())
-    for name in here | saved:
-        if here.get(name) != saved.get(name):
-            raise ValueError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
-                             f"but here it is {here.get(name)}")
-    return state
-
-
-def resume(args, device, module, optimizer):
-    """Load the job's checkpoint, if there is one: (epoch, samples of it already read, their sums)."""
-    epoch, samples, sums = 0, 0, [0, 0, 0]
-    if args.checkpoint and (state := load_checkpoint(args.checkpoint, args.job, module, device)):
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr  # as the command line says now, not as it said then
-        epoch, samples, sums = state["epoch"], state["samples"], state["sums"]
-    # No rank goes on before all have loaded, nor from elsewhere than the others.
-    total = sum_over_ranks(torch.tensor([epoch, samples, 1], dtype=torch.float64, device=device))
-    if total != [total[2] * epoch, total[2] * samples, total[2]]:
-        raise RuntimeError(f"the ranks find different checkpoints: {args.checkpoint} must be one file for all")
-    return epoch, samples, sums
-
-
-# One process of the job
-
-
-def total_over_ranks(sums, epoch):
-    """The sums of train_steps over all ranks, as a list. Raises FloatingPointError if the loss is not finite."""
-    totals = sum_over_ranks(sums)
-    if not math.isfinite(totals[0]):
-        step = sums[3].clone()  # the first rank's: the others follow, by the shared gradient
-        if dist.is_initialized():
-            dist.all_reduce(step, dist.ReduceOp.MIN)
-        raise FloatingPointError(f"the loss is not finite in epoch {epoch}, step {int(step)}: lower --lr?")
-    return totals
-
-
-def make_loaders(args, device, rank, world_size):
-    """(training loader, validation loader, the training loader's set_epoch) of one rank."""
-    # A spawned process would spawn its loader workers too, and each would import torch anew.
-    fork = args.num_workers > 0 and sys.platform == "linux"
-    pin = device.type == "cuda"
-    options = dict(batch_size=args.batch_size, num_workers=args.num_workers,
-                   persistent_workers=args.num_workers > 0, multiprocessing_context="fork" if fork else None)
-    share = dict(num_replicas=world_size, rank=rank)
-    if args.shards:
-        stream = ShardStream(args.shards, args.num_samples, seed=args.seed, **share)
-        loader = Remix(DataLoader(stream, **options), args.batch_size, max(1, 4 * args.batch_size * args.num_workers),
-                       args.drop_last, pin)
-        val_stream = ShardStream(args.val_shards, None, resampled=False, shuffle_buffer=1, **share)
-        return loader, DataLoader(val_stream, pin_memory=pin, **options), stream.set_epoch
-    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=args.drop_last, **share)
-    val_sampler = DistributedSampler(val_set, shuffle=False, pad=False, **share)
-    loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, pin_memory=pin, **options)
-    return loader, DataLoader(val_set, sampler=val_sampler, pin_memory=pin, **options), sampler.set_epoch
-
-
-def train(args, device, rank, world_size):
-    """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
-
-    Returns the trained module, or None if SIGTERM ended the training early.
-    """
-    loader, val_loader, set_epoch = make_loaders(args, device, rank, world_size)
-    torch.manual_seed(args.seed)
-    module = ConvNet().to(device)
-    if args.sync_bn:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
-    first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
-    # BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by those of all).
-    # The running ones are rank 0's: the wrapper broadcasts them before a step, not after the last.
-    model = module
-    if args.parallel == "ddp":
-        model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
-                                        gradient_as_bucket_view=True)
-    elif args.parallel == "dp" and device.type == "cuda":
-        model = nn.DataParallel(module)
-
-    def say(line, end="\n"):
-        if rank == 0:
-            print(line, end=end, flush=True)
-
-    def save(epoch, samples, sums):
-        if rank == 0 and args.checkpoint:
-            save_checkpoint(args.checkpoint, dict(
-                job=args.job, module=module.state_dict(), optimizer=optimizer.state_dict(),
-                epoch=epoch, samples=samples, sums=sums))
-
-    backend = args.backend if args.parallel == "ddp" else f"parallel {args.parallel}"
-    say(f"{backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
-    if args.parallel == "dp" and model is module:
-        say("DataParallel needs GPUs: this is the bare net in one process")
-    if first_epoch >= args.epochs:
-        say(f"{args.checkpoint} is of the finished job: {first_epoch} epochs")
-    elif first_epoch or samples:
-        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {args.num_samples}")
-    terminated = []
-    if args.checkpoint:
-        signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
-    clear_line = "\r\033[K" if sys.stdout.isatty() else ""
-    for epoch in range(first_epoch, args.epochs):
-        start, read, begin, rate = samples, 0, time.perf_counter(), 0.0
-        set_epoch(epoch, start)
-        step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
-        last_step = step + math.ceil(len(loader) / args.accumulate)
-        loss, correct, positions = saved_sums
-        sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
-                            device=device)
-        for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
-            step += 1
-            due = args.checkpoint_every and step % args.checkpoint_every == 0
-            if step % args.log_interval and step < last_step and not due:
-                continue
-            sums[4] = bool(terminated)  # rides along with the sums: all ranks see it at the same step
-            loss, correct, positions, _, stop = total_over_ranks(sums, epoch)
-            samples = min(start + read * world_size, args.num_samples)
-            rate = read * world_size / (time.perf_counter() - begin)
-            if clear_line:
-                say(f"{clear_line}epoch {epoch} step {step}/{last_step} | loss {loss / positions:.4f} "
-                    f"accuracy {correct / positions:.3f} | {rate:.1f} samples/s", end="")
-            if due or stop:
-                save(epoch, samples, [loss, correct, positions])
-            if stop:
-                say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
-                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave ends the job
-                return None
-        for buffer in module.buffers() if args.parallel == "ddp" else []:
-            dist.broadcast(buffer, src=0)
-        val_loss, val_accuracy = evaluate(model, val_loader, device)
-        say(f"{clear_line}epoch {epoch} | loss {loss / positions:.4f} accuracy {correct / positions:.3f} | "
-            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
-        samples, saved_sums = 0, [0, 0, 0]
-        save(epoch + 1, samples, saved_sums)
-    say(f"parameters sha256 {digest(module)}")
-    return module
-
-
-def local_device(local_rank):
-    """The local_rank-th GPU of this machine, or the CPU. The global rank counts over all machines."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def worker(local_rank, args, store_address=None):
-    """One process of the job: its threads, its device, its process group; then train.
-
-    local_rank: which process of this machine it is; torchrun gives the other numbers in the environment.
-    store_address: (host, port) of the TCPStore through which the ranks find each other, where the
-        parent holds one; without it, they are found as torchrun says.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if store_address:
-        os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(args.nproc_per_node),
-                          LOCAL_WORLD_SIZE=str(args.nproc_per_node))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    store = None
-    if store_address:
-        store = dist.TCPStore(*store_address, is_master=False, timeout=datetime.timedelta(seconds=60))
-    elif local_world_size == world_size:
-        # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
-        # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
-        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                                 next(dist.rendezvous("env://", rank, world_size))[0])
-    if local_world_size == world_size:  # one machine: listen on nothing but the loopback address
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if "OMP_NUM_THREADS" not in os.environ:  # PyTorch would use every core in every process
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
-    device = local_device(local_rank)
-    dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
-                            device_id=device if args.backend == "nccl" else None)
-    try:
-        finished = train(args, device, rank, world_size) is not None
-    except Exception as error:
-        # The first rank to fail says why; the others fail because it has left.
-        if store is None or store.add("failed", 1) == 1:
-            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        traceback.clear_frames(error.__traceback__)
-        signal.alarm(3)  # if leaving the group waits for ranks that wait for this one, end all the same
-        sys.exit(1)
-    finally:
-        # Nothing may hold on to the group now, or its threads run on and abort the interpreter while
-        # it shuts down (pytorch/pytorch#190489). The model does: it has gone with train()'s frame. So do
-        # the default arguments of torch.distributed.nn, if DDP is the first to import it.
-        dist.destroy_process_group()
-    if not finished:
-        sys.exit(128 + signal.SIGTERM)
-
-
-# The launch
-
-
-def under_torchrun():
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-
-
-def refuse(message):
-    """Bad input: one line on stderr, exit status 2."""
-    print(f"ddp_reference.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def launch(args):
-    """Start the job's processes and wait for them, or be one, where torchrun has started this one.
-
-    Returns the exit status.
-    """
-    if args.parallel != "ddp":
-        try:
-            return 0 if train(args, local_device(0), rank=0, world_size=1) else 128 + signal.SIGTERM
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    if under_torchrun():
-        worker(int(os.environ["LOCAL_RANK"]), args)
-        return 0
-    # The ranks meet at a port that the operating system chooses and that is held from then on: to look
-    # for a free one and use it later is a race (pytorch/pytorch#126510).
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
-    try:
-        listener = socket.create_server((address[0], int(address[1])))
-    except (OSError, ValueError, OverflowError) as error:
-        refuse(f"cannot listen on MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: {error}")
-    address = listener.getsockname()[:2]
-    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-    # glibc reads these when a process starts. Otherwise it hands the memory of large tensors back to
-    # the system after each step and faults it in again, page by page, in the next.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until a worker is ready for it
-    context = mp.spawn(worker, (args, address), args.nproc_per_node, join=False)
-    if args.checkpoint:  # the ranks will write one and end
-        signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        if error.signal_name not in (None, "SIGINT"):  # a rank that raised has told why itself
-            print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        for process in context.processes:
-            process.kill()
-    return 0
-
-
-# The sampler shown at work
+# Beside the core: the sampler shown at work
 
 
 CASES = [  # what it shows, samples, with a sampler, set_epoch called, the loader's drop_last
@@ -854,11 +876,18 @@ def positive(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
+def nonempty(text):
+    """An argparse type: a path or pattern. An unset variable in a script makes an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
 def add_data_options(group):
     """The options of the synthetic data set: of the main job and of write-shards."""
-    group.add_argument("--num-samples", type=whole(1), default=100, metavar="N",
+    group.add_argument("--num-samples", type=whole(1, 2**40), default=100, metavar="N",
                        help="samples in the data set [%(default)s]")
-    group.add_argument("--length", type=whole(2), default=10000, metavar="L",
+    group.add_argument("--length", type=whole(2, 2**28), default=10000, metavar="L",
                        help="positions in a sample [%(default)s]")
     group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S",
                        help="of the data, the order and the initial weights [%(default)s]")
@@ -873,7 +902,7 @@ examples:
   bash run.sh --nproc-per-node 4 --accumulate 4      four processes, steps of 4 x 4 x 4 samples
   bash run.sh --checkpoint ck.pt --checkpoint-every 100     killed? the same line again goes on""")
     job = parser.add_argument_group("processes")
-    job.add_argument("--nproc-per-node", type=whole(1), metavar="N",
+    job.add_argument("--nproc-per-node", type=whole(1, 4096), metavar="N",
                      help="processes on this machine [one per GPU; without a GPU 2]")
     job.add_argument("--backend", choices=["nccl", "gloo"],
                      help="gloo lets processes share a GPU [nccl if each has its own, else gloo]")
@@ -900,13 +929,13 @@ examples:
                           help="steps between two looks at loss and SIGTERM; each waits for the GPU [%(default)s]")
     data = parser.add_argument_group("data")
     add_data_options(data)
-    data.add_argument("--shards", metavar="PATTERN",
+    data.add_argument("--shards", type=nonempty, metavar="PATTERN",
                       help="train on tar shards instead: a glob pattern, or name-{000..003}.tar")
-    data.add_argument("--val-shards", metavar="PATTERN", help="and evaluate on these")
+    data.add_argument("--val-shards", type=nonempty, metavar="PATTERN", help="and evaluate on these")
     data.add_argument("--samples-per-epoch", type=whole(1), metavar="N",
-                      help="of the shards, over all processes [as many as they hold]")
+                      help="of the shards, over all processes [as many as they hold, which is counted first]")
     resuming = parser.add_argument_group("resuming")
-    resuming.add_argument("--checkpoint", metavar="PATH",
+    resuming.add_argument("--checkpoint", type=nonempty, metavar="PATH",
                           help="resume from this file if it exists; write it after each epoch and on SIGTERM")
     resuming.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="and after every N steps")
     return parser
@@ -922,6 +951,10 @@ def parse_args(argv=None):
         if args.parallel == "dp":
             args.batch_size *= max(1, gpus)  # one loader feeds all GPUs
     elif under_torchrun():
+        numbers = [os.environ.get(name, "1") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        if not (all(map(str.isdecimal, numbers)) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+            refuse("RANK is set, as by torchrun, but of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR "
+                   "and MASTER_PORT one is missing or no number: unset them, or start with torchrun")
         if args.nproc_per_node:
             refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
         args.nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -956,7 +989,7 @@ def parse_args(argv=None):
         if not os.access(folder, os.W_OK | os.X_OK):
             refuse(f"--checkpoint {args.checkpoint}: {folder} is not a folder that can be written to")
         try:
-            load_checkpoint(args.checkpoint, args.job, ConvNet(), "cpu")
+            load_checkpoint(args.checkpoint, args.job, ConvNet())
         except ValueError as error:
             refuse(error)
     elif args.checkpoint_every:

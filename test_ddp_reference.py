@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -511,6 +512,8 @@ class TheShards(unittest.TestCase):
                 ([("a.x.npy", x[:-1]), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
                 ([("a.x.npy", evil), ("a.y.npy", y)], "bad.tar, member a.x.npy: Object arrays cannot be loaded"),
                 ([("a.x.npy", b"?"), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
+                ([("a.x.npy", x.replace(b"(3, 5)", b"(3, 5(")), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
+                ([("a.meta.json", b"[" * 100_000)], "bad.tar, member a.meta.json"),
                 ([("a.x.npy", y), ("a.y.npy", x)], r"x is int64 \(5,\), y is float32 \(3, 5\), but x must be")):
             path = self.folder / "bad.tar"
             path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
@@ -765,6 +768,30 @@ class TheJob(unittest.TestCase):
         self.assertGreaterEqual(out.count("in a group: False\n"), 2)
         self.assertNotIn("in a group: True", out)
 
+    def test_a_rank_that_cannot_leave_its_group_ends_the_job_all_the_same(self):
+        text = ("import threading\n"
+                "def broken(*args): raise ValueError('this one')\n"
+                "ddp.make_loaders = broken\n"
+                "ddp.dist.destroy_process_group = lambda: threading.Event().wait()\n")
+        with tempfile.TemporaryDirectory() as folder:
+            status, out, err = finish(start(program(folder, text), *SMALL))
+        self.assertNotEqual(status, 0)
+        self.assertIn("ValueError: this one", err)
+
+    def test_a_rank_that_cannot_join_the_group_ends_the_job_with_one_traceback(self):
+        status, out, err = finish(start(SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="nowhere"))
+        self.assertEqual((status, err.count("Traceback")), (1, 1), err)
+
+    def test_on_a_terminal_a_progress_line_redraws_itself(self):
+        class Terminal(io.StringIO):
+            def isatty(self):
+                return True
+        with contextlib.redirect_stdout(Terminal()) as out:
+            ddp.train(ddp.parse_args([*SMALL, "--parallel", "none", "--epochs", "1", "--log-interval", "2"]), CPU, 0, 1)
+        lines = out.getvalue().split("\n")[1].split("\r\033[K")
+        self.assertEqual([line.split(" | ")[0] for line in lines],
+                         ["", "epoch 0 step 2/6", "epoch 0 step 4/6", "epoch 0 step 6/6", "epoch 0"])
+
     def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
         status, out, err = self.broken_job(
             "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
@@ -778,7 +805,7 @@ class TheJob(unittest.TestCase):
     def test_a_loss_that_is_not_finite_ends_the_job_with_epoch_and_step(self):
         status, out, err = finish(start(SCRIPT, *SMALL, "--lr", "1e30"))
         self.assertEqual(status, 1)
-        self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 1\b")
+        self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 2\b")
 
     def test_ctrl_c_ends_the_job_quietly_with_status_130(self):
         process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
@@ -811,13 +838,13 @@ class TheJob(unittest.TestCase):
 
 class OneProcess(unittest.TestCase):
     def test_data_parallel_on_a_cpu_is_the_bare_net_and_says_so(self):
-        dp, none = job(*SMALL, "--parallel", "dp"), job(*SMALL, "--parallel", "none")
+        dp, none = job(*SMALL, "--parallel", "dp"), undisturbed("--parallel", "none")
         self.assertIn("DataParallel needs GPUs", dp)
         self.assertEqual(epoch_lines(dp), epoch_lines(none))
         self.assertEqual(digest(dp), digest(none))
 
     def test_a_single_process_is_what_one_rank_of_ddp_is(self):
-        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(job(*SMALL, "--parallel", "none")))
+        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(undisturbed("--parallel", "none")))
 
     def test_several_processes_are_refused(self):
         self.assertIn("is a single process", refusal(self, "--parallel", "dp", "--nproc-per-node", "2"))
@@ -874,31 +901,39 @@ class TheCheckpoint(unittest.TestCase):
         lines = [line for output in outputs for line in epoch_lines(output)]
         self.assertEqual(list(dict.fromkeys(lines)), epoch_lines(expected))
 
-    def test_a_job_killed_again_and_again_ends_as_if_it_had_not_been(self):
-        path, outputs = self.folder / "killed.pt", []
-        for function, number, statement in (
-                ("os.fsync", 1, KILL_THE_JOB),  # the first checkpoint is written, but not renamed
-                ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
-                (READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)"),
-                ("os.replace", 2, KILL_THE_JOB),
-                ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
-                (READ, 20, KILL_THE_JOB)):
-            status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path)
+    def kill_again_and_again(self, path, points, *more):
+        """Kill a job at each of the points, each time resuming it, and at last let it end."""
+        outputs = []
+        for function, number, statement in points:
+            status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path, *more)
             self.assertNotEqual(status, 0)
             outputs.append(out)
             if path.exists():
                 torch.load(path, weights_only=True)
-            self.assertLessEqual(len(list(self.folder.glob(".killed*"))), 1)
+            self.assertLessEqual(len(list(self.folder.glob(f".{path.name}*"))), 1)
         self.assertIn("resuming from", outputs[-1])
-        outputs.append(job(*self.options, path))
-        self.assert_same_end(outputs)
-        self.assertEqual(list(self.folder.glob(".killed*")), [])
+        outputs.append(job(*self.options, path, *more))
+        self.assert_same_end(outputs, *more)
+        self.assertEqual(list(self.folder.glob(f".{path.name}*")), [])
 
+    def test_a_job_killed_in_mid_epoch_ends_as_if_it_had_not_been(self):
+        path = self.copy("killed.pt")
+        self.kill_again_and_again(path, [
+            (READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)"),
+            (READ, 20, KILL_THE_JOB)])
         before = path.read_bytes()
         again = job(*self.options, path)
         self.assertIn("is of the finished job: 2 epochs", again)
-        self.assertEqual(digest(again), digest(outputs[-1]))
+        self.assertEqual(digest(again), digest(undisturbed()))
         self.assertEqual(path.read_bytes(), before)
+
+    def test_a_job_killed_while_it_writes_a_checkpoint_ends_as_if_it_had_not_been(self):
+        self.kill_again_and_again(self.folder / "written.pt", [
+            ("os.fsync", 1, KILL_THE_JOB),  # the first one is written, but not renamed
+            ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
+            ("os.replace", 2, KILL_THE_JOB),
+            ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
+        ], "--parallel", "none")
 
     def test_a_checkpoint_falls_on_a_step_also_with_accumulation_and_loader_workers(self):
         more = ["--accumulate", "2", "--num-workers", "1"]
@@ -950,14 +985,15 @@ class TheCheckpoint(unittest.TestCase):
         self.assertIn("stopped by SIGTERM: epoch 0, sample 16 of 22", out)
         self.assert_same_end([out, job(*options)])
 
-    def test_sigterm_to_the_job_reaches_its_ranks(self):
+    def test_sigterm_to_the_job_reaches_its_ranks_and_spares_the_loader_workers(self):
         path = self.folder / "forwarded.pt"
-        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--checkpoint", path)
-        wait_for(process, "epoch 0")
-        process.terminate()
-        status, out, err = finish(process)
-        self.assertEqual((status, err), (143, ""))
-        self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
+        for end in (lambda process: process.terminate(), lambda process: os.killpg(process.pid, signal.SIGTERM)):
+            process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", "--checkpoint", path)
+            wait_for(process, "epoch")
+            end(process)
+            status, out, err = finish(process)
+            self.assertEqual((status, err), (143, ""))
+            self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
         torch.load(path, weights_only=True)
 
     def test_without_a_checkpoint_sigterm_ends_the_job_at_once(self):
@@ -965,6 +1001,31 @@ class TheCheckpoint(unittest.TestCase):
         wait_for(process, "epoch 0")
         process.terminate()
         self.assertEqual(finish(process)[0], -signal.SIGTERM)
+
+    def test_a_net_that_is_not_finite_does_not_replace_the_checkpoint(self):
+        path = self.folder / "finite.pt"
+        options = ["--num-samples", "4", "--length", "8", "--parallel", "none", "--epochs", "1"]
+        with self.assertRaisesRegex(FloatingPointError, "validation loss"), contextlib.redirect_stdout(io.StringIO()):
+            ddp.train(ddp.parse_args([*options, "--lr", "1e30"]), CPU, 0, 1)
+        job(*options, "--checkpoint", path)
+        before = path.read_bytes()
+        spoilt = "import gc\n" + sabotage("ddp.total_over_ranks", 1,
+                                          "[net.conv1.bias.data.fill_(float('nan')) for net in gc.get_objects()"
+                                          " if type(net) is ddp.ConvNet]")
+        status, out, err = self.sabotaged(spoilt, *options, "--epochs", "2", "--checkpoint", path,
+                                          "--checkpoint-every", "1")
+        self.assertEqual(status, 1)
+        self.assertIn("the net is not finite in epoch 1, after sample 4", err)
+        self.assertEqual(path.read_bytes(), before)
+
+    def test_resuming_takes_the_learning_rate_from_the_command_line_and_keeps_adams_counters_on_the_cpu(self):
+        args = ddp.parse_args([*map(str, self.options), str(self.path), "--lr", "0.5", "--backend", "gloo"])
+        module = net(ddp.ConvNet)
+        optimizer = torch.optim.Adam(module.parameters())
+        self.assertEqual(ddp.resume(args, CPU, module, optimizer)[:2], (0, 8))
+        self.assertEqual(optimizer.param_groups[0]["lr"], 0.5)
+        for state in optimizer.state_dict()["state"].values():
+            self.assertEqual((state["step"].device, state["step"].item()), (CPU, 1))
 
     def test_torchrun_restarts_a_killed_rank_and_the_job_ends_undisturbed(self):
         text = sabotage(READ, 6, "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':"
@@ -1012,7 +1073,8 @@ class TheCheckpoint(unittest.TestCase):
 
     def test_a_place_that_cannot_be_written_is_refused(self):
         self.assertIn("nowhere is not a folder", self.refusal(self.folder / "nowhere" / "a.pt"))
-        self.assertIn("IsADirectoryError", self.refusal(self.folder))
+        self.assertIn("cannot be read: Is a directory", self.refusal(self.folder))
+        self.assertIn("argument --checkpoint: it is empty", self.refusal(""))
 
     def test_a_checkpoint_that_does_not_lie_in_the_same_file_for_all_ranks_ends_the_job(self):
         text = ("original = ddp.load_checkpoint\n"
@@ -1038,7 +1100,7 @@ def refusal(test, *options):
 class TheCommandLine(unittest.TestCase):
     def test_a_number_out_of_range_is_refused_with_the_range(self):
         for option, bad in {"--epochs": "0 -1 x 1.5", "--batch-size": "0 -4", "--num-samples": "0",
-                            "--length": "0 1", "--lr": "0 -1 nan inf x", "--nproc-per-node": "0",
+                            "--length": "0 1 100000000000000", "--lr": "0 -1 nan inf x", "--nproc-per-node": "0 100000",
                             "--num-workers": "-1", "--accumulate": "0", "--seed": "-1 4294967296",
                             "--log-interval": "0"}.items():
             for value in bad.split():
@@ -1061,10 +1123,15 @@ class TheCommandLine(unittest.TestCase):
         self.assertIn("leaves nothing to train on", refusal(self, *options, "--batch-size=4"))
         self.assertEqual(ddp.parse_args([*options, "--batch-size=3"]).batch_size, 3)
 
+    def test_a_launchers_environment_that_is_not_whole_is_refused(self):
+        with unittest.mock.patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2"):
+            self.assertIn("is missing or no number", refusal(self))
+            with unittest.mock.patch.dict(os.environ, MASTER_ADDR="x", MASTER_PORT="1", WORLD_SIZE="y"):
+                self.assertIn("is missing or no number", refusal(self))
+
     def test_a_refusal_is_one_line_on_stderr_status_2_and_no_traceback(self):
-        for extra in ({"MASTER_PORT": "1", "MASTER_ADDR": "192.0.2.1"}, {"MASTER_PORT": "x"}):
-            status, out, err = finish(start(SCRIPT, **extra))
-            self.assertEqual((status, out, err.count("\n")), (2, "", 1), err)
+        status, out, err = finish(start(SCRIPT, MASTER_ADDR="192.0.2.1", MASTER_PORT="1"))
+        self.assertEqual((status, out, err.count("\n")), (2, "", 1), err)
 
 
 @unittest.skipUnless(GPUS, "needs a GPU")
