@@ -41,9 +41,13 @@ elif [ "${NNODES:-1}" -gt 1 ]; then
     for name in NODE_RANK MASTER_ADDR; do
         [ -n "${!name-}" ] || fail "NNODES is $NNODES: set $name too (see README.md)"
     done
+    # The second number is each process's share of the cores: torchrun alone would make it one.
+    read -r processes threads < <("$python" -c 'import os, torch
+n = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
+print(n, max(1, torch.get_num_threads() // n))')
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
     exec "$python" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
-        --nproc-per-node "${NPROC_PER_NODE:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}" \
+        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" --nproc-per-node "$processes" \
         "$here/ddp_reference.py" "$@"
 else
     exec "$python" "$here/ddp_reference.py" "$@"
