@@ -418,7 +418,7 @@ def train(args, device, rank, world_size):
     if args.parallel == "dp" and model is module:
         say("DataParallel needs GPUs: this is the bare net in one process")
     if first_epoch >= args.epochs:
-        say(f"{args.checkpoint} is of the finished job: {first_epoch} epochs")
+        say(f"{args.checkpoint} holds {first_epoch} finished epochs, --epochs is {args.epochs}: nothing to do")
     elif first_epoch or samples:
         say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {args.num_samples}")
     clear_line = "\r\033[K" if sys.stdout.isatty() else ""
@@ -428,6 +428,7 @@ def train(args, device, rank, world_size):
         step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
         last_step = step + math.ceil(len(loader) / args.accumulate)
         loss, correct, positions = saved_sums
+        # Loss, correct positions, positions, finite steps (see train_steps), whether SIGTERM has come.
         sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
                             device=device)
         for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
@@ -446,7 +447,7 @@ def train(args, device, rank, world_size):
                 save(epoch, samples, [loss, correct, positions])
             if stop:
                 say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
-                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave, with status 143, ends the job
+                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave ends the job
                 return None
         if args.parallel == "ddp":
             for buffer in module.buffers():  # all ranks evaluate, and digest, rank 0's running statistics
@@ -844,7 +845,7 @@ def cases(argv):
         show_case("of your own", args.num_samples, True, not args.no_set_epoch, args.loader_drop_last,
                   args.num_replicas, args.batch_size, args.drop_last, not args.no_pad)
     elif argv:
-        refuse("cases: your own numbers begin with --num-samples")
+        refuse(f"cases: {argv[0]} needs --num-samples too")
     else:
         for case in CASES:
             show_case(*case)
@@ -890,7 +891,7 @@ def add_data_options(group):
     group.add_argument("--length", type=whole(2, 2**28), default=10000, metavar="L",
                        help="positions in a sample [%(default)s]")
     group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S",
-                       help="of the data, the order and the initial weights [%(default)s]")
+                       help="of all that is random [%(default)s]")
 
 
 def make_parser():
@@ -930,7 +931,8 @@ examples:
     data = parser.add_argument_group("data")
     add_data_options(data)
     data.add_argument("--shards", type=nonempty, metavar="PATTERN",
-                      help="train on tar shards instead: a glob pattern, or name-{000..003}.tar")
+                      help="train on tar shards instead, where --num-samples and --length mean nothing: a glob pattern, "
+                           "or name-{000..003}.tar")
     data.add_argument("--val-shards", type=nonempty, metavar="PATTERN", help="and evaluate on these")
     data.add_argument("--samples-per-epoch", type=whole(1), metavar="N",
                       help="of the shards, over all processes [as many as they hold, which is counted first]")
@@ -987,7 +989,7 @@ def parse_args(argv=None):
     if args.checkpoint:
         folder = os.path.dirname(os.path.realpath(args.checkpoint))
         if not os.access(folder, os.W_OK | os.X_OK):
-            refuse(f"--checkpoint {args.checkpoint}: {folder} is not a folder that can be written to")
+            refuse(f"--checkpoint {args.checkpoint}: {folder} does not exist or cannot be written")
         try:
             load_checkpoint(args.checkpoint, args.job, ConvNet())
         except ValueError as error:
@@ -1000,16 +1002,20 @@ def parse_args(argv=None):
 def main(argv):
     """The program: train, or one of the other commands. Returns the exit status."""
     if argv[:1] == ["cases"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `cases | head` is no error
         return cases(argv[1:])
     if argv[:1] == ["write-shards"]:
         parser = Parser(prog="ddp_reference.py write-shards", description="Write the synthetic data set as tar shards.")
         parser.add_argument("folder", metavar="DIR", help="new or empty")
         parser.add_argument("--shard-size", type=whole(1), default=25, metavar="M", help="samples in a shard [%(default)s]")
         add_data_options(parser)
+        args = parser.parse_args(argv[1:])
         try:
-            return write_shards(**vars(parser.parse_args(argv[1:])))
+            write_shards(**vars(args))
         except OSError as error:
             refuse(error)
+        print(f"{args.num_samples} samples in {math.ceil(args.num_samples / args.shard_size)} shards in {args.folder}")
+        return 0
     return launch(parse_args(argv))
 
 

@@ -101,6 +101,8 @@ def job(*options, **extra):
 
 
 @functools.cache
+
+
 def undisturbed(*options):
     """The output of the small job, run through."""
     return job(*SMALL, *options)
@@ -109,6 +111,8 @@ def undisturbed(*options):
 def sabotage(function, number, statement):
     """A program text: in each process, a statement goes before the number-th call of a function."""
     return f"""
+
+
 def sabotaged(original, calls=[]):
     def function(*args, **kwargs):
         calls.append(1)
@@ -173,6 +177,22 @@ def indices(n, epoch=0, start=0, **options):
 def dealt(ranks):
     """The ranks' indices in the order of their positions."""
     return [i for turn in itertools.zip_longest(*ranks) for i in turn if i is not None]
+
+
+def folder_of(test_class):
+    """A temporary folder for the tests of a class."""
+    folder = tempfile.TemporaryDirectory()
+    test_class.addClassCleanup(folder.cleanup)
+    return pathlib.Path(folder.name)
+
+
+def refusal(test, *options):
+    """The one line with which parse_args refuses the options."""
+    with contextlib.redirect_stderr(io.StringIO()) as err, test.assertRaises(SystemExit) as end:
+        ddp.parse_args(options)
+    test.assertEqual(end.exception.code, 2)
+    test.assertEqual(err.getvalue().count("\n"), 1)
+    return err.getvalue()
 
 
 class TheSampler(unittest.TestCase):
@@ -324,11 +344,517 @@ class TheDataSetAndTheNet(unittest.TestCase):
         self.assertTrue((logits < 0).any() and (logits > 0).any())
 
 
-def folder_of(test_class):
-    """A temporary folder for the tests of a class."""
-    folder = tempfile.TemporaryDirectory()
-    test_class.addClassCleanup(folder.cleanup)
-    return pathlib.Path(folder.name)
+class FrozenNorm(ddp.ConvNet):
+    """The net with BatchNorm always in eval mode.
+
+    In training BatchNorm normalises by the statistics of the batch it sees, and a rank, or one batch of
+    a window, is another batch than the whole one of a single process: they would not be comparable.
+    """
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def net(kind=FrozenNorm):
+    torch.manual_seed(0)
+    return kind()
+
+
+def trained(model, loader, **options):
+    """What train_steps makes of a model, with SGD: (state, samples at each step, sums)."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = list(ddp.train_steps(model, loader, optimizer, CPU, sums, **options))
+    return getattr(model, "module", model).state_dict(), samples, sums
+
+
+def evaluated(rank, world_size, num_samples=25):
+    """What evaluate() says on one of world_size ranks."""
+    data = ddp.SyntheticDataset(num_samples, 40)
+    sampler = ddp.DistributedSampler(data, world_size, rank, shuffle=False, pad=False)
+    model = DistributedDataParallel(net(ddp.ConvNet)) if world_size > 1 else net(ddp.ConvNet)
+    return ddp.evaluate(model, DataLoader(data, 4, sampler=sampler), CPU)
+
+
+def on_each_of_two_ranks(rank):
+    result = {"evaluated": evaluated(rank, 2), "evaluated one sample": evaluated(rank, 2, num_samples=1)}
+
+    data = ddp.SyntheticDataset(8, 40)
+    x, y = (torch.stack(part) for part in zip(*data))
+    model = DistributedDataParallel(net().eval())
+    F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+    result["gradients"] = [parameter.grad for parameter in model.parameters()]
+
+    sampler = ddp.DistributedSampler(range(10))  # num_replicas and rank are those of the group
+    result["batches"] = [batch.tolist() for batch in DataLoader(range(10), 4, sampler=sampler)]
+
+    buckets = []
+
+    def counted(group, bucket):
+        buckets.append(bucket)
+        return allreduce_hook(group, bucket)
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, counted)
+    loader = DataLoader(data, 1, sampler=ddp.DistributedSampler(data))
+    result["accumulated"] = trained(model, loader, accumulate=2)
+    result["communications"] = len(buckets)
+    result["held"] = str(torch.distributed.nn.functional.all_reduce.__defaults__[1])
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        args = ddp.parse_args(["--backend", "gloo", *SMALL])
+        module = ddp.train(args, CPU, rank, 2)
+    result["output"], result["digest"] = out.getvalue(), ddp.digest(module)
+
+    optimizer = torch.optim.Adam(module.parameters())
+    with tempfile.TemporaryDirectory() as folder:  # each rank has its own, and only rank 0 a file in it
+        args.checkpoint = f"{folder}/ck.pt"
+        if rank == 0:
+            ddp.save_checkpoint(args.checkpoint, dict(job=args.job, module=module.state_dict(), epoch=1, samples=4,
+                                                      optimizer=optimizer.state_dict(), sums=[1, 2, 3]))
+        try:
+            ddp.resume(args, CPU, module, optimizer)
+        except RuntimeError as error:
+            result["different checkpoints"] = str(error)
+    return result
+
+
+class TheLoop(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.ranks = in_ranks(2, on_each_of_two_ranks)
+
+    def assert_same_state(self, one, other):
+        self.assertEqual(one.keys(), other.keys())
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], msg=name)
+
+    def test_gradients_on_two_ranks_are_those_of_a_single_process_on_the_whole_batch(self):
+        module = net().eval()
+        x, y = (torch.stack(part) for part in zip(*ddp.SyntheticDataset(8, 40)))
+        F.cross_entropy(module(x), y).backward()
+        for rank in self.ranks:
+            for gradient, parameter in zip(rank["gradients"], module.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+
+    def test_two_ranks_read_the_golden_batches(self):
+        self.assertEqual([rank["batches"] for rank in self.ranks], GOLDEN[7][5][0])
+
+    def test_all_ranks_hold_the_same_parameters_and_buffers_after_training(self):
+        self.assertEqual(self.ranks[0]["digest"], self.ranks[1]["digest"])
+
+    def test_rank_0_alone_speaks_and_the_digest_it_prints_is_that_of_every_rank(self):
+        self.assertEqual(digest(self.ranks[0]["output"]), self.ranks[1]["digest"])
+        self.assertEqual(self.ranks[1]["output"], "")
+
+    def test_accumulating_on_two_ranks_equals_one_step_of_one_process_on_all_their_batches(self):
+        data = ddp.SyntheticDataset(8, 40)
+        loader = DataLoader(data, 4, sampler=ddp.DistributedSampler(data, 1, 0))
+        state, samples, sums = trained(net(), loader)
+        self.assertEqual(samples, [4, 8])
+        for rank in self.ranks:
+            self.assert_same_state(rank["accumulated"][0], state)
+            self.assertEqual(rank["accumulated"][1], [2, 4])
+        torch.testing.assert_close(sum(rank["accumulated"][2] for rank in self.ranks)[:3], sums[:3], rtol=1e-6, atol=0)
+
+    def test_the_ranks_communicate_only_on_the_last_batch_of_a_window(self):
+        self.assertEqual(self.ranks[0]["communications"], 2)  # one bucket, two windows of two batches
+
+    def test_ranks_that_find_different_checkpoints_do_not_train(self):
+        for rank in self.ranks:
+            self.assertIn("the ranks find different checkpoints", rank["different checkpoints"])
+
+    def test_no_default_argument_of_pytorch_holds_the_process_group(self):
+        # Else it outlives destroy_process_group, and its threads abort the interpreter now and then.
+        self.assertEqual([rank["held"] for rank in self.ranks], ["None", "None"])
+
+    def test_the_jobs_validation_loader_reads_every_sample_once_over_all_ranks(self):
+        args = ddp.parse_args(["--backend", "gloo", *SMALL])
+        loaders = [ddp.make_loaders(args, CPU, rank, 3)[1] for rank in range(3)]
+        read = [tuple(x[:3].tolist()) for loader in loaders for batch, _ in loader for x in batch[:, 0]]
+        self.assertEqual((len(read), len(set(read))), (25, 25))
+
+    def test_the_digest_covers_parameters_and_buffers(self):
+        module = net(ddp.ConvNet)
+        digests = {ddp.digest(module)}
+        for tensor in (module.conv3.bias.data, module.bn1.running_var, module.bn2.num_batches_tracked):
+            tensor += 1
+            digests.add(ddp.digest(module))
+        self.assertEqual(len(digests), 4)
+
+    def test_the_last_short_window_is_a_step_by_the_mean_of_its_own_batches(self):
+        data = ddp.SyntheticDataset(5, 40)
+        state, samples, _ = trained(net(), DataLoader(data, 1), accumulate=2)
+        self.assertEqual(samples, [2, 4, 5])
+        expected, *_ = trained(net(), DataLoader(data, batch_sampler=[[0, 1], [2, 3], [4]]))
+        self.assert_same_state(state, expected)
+
+    def test_amp_runs_the_net_in_bfloat16_and_keeps_float32_parameters(self):
+        seen = []
+        module = net(ddp.ConvNet)
+        module.conv2.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        trained(module, DataLoader(ddp.SyntheticDataset(2, 40)), amp=True)
+        self.assertEqual(set(seen), {torch.bfloat16})
+        self.assertEqual({parameter.dtype for parameter in module.parameters()}, {torch.float32})
+
+    def test_evaluation_gives_the_numbers_of_a_plain_loop_on_1_2_and_3_ranks(self):
+        module = net(ddp.ConvNet).eval()
+        losses, correct = [], []
+        with torch.no_grad():
+            for x, y in ddp.SyntheticDataset(25, 40):
+                logits = module(x[None])
+                losses.append(F.cross_entropy(logits, y[None]).item())
+                correct.append((logits.argmax(1) == y).double().mean().item())
+        results = [evaluated(0, 1), *(rank["evaluated"] for rank in self.ranks), *in_ranks(3, evaluated, 3)]
+        for loss, accuracy in results:
+            self.assertAlmostEqual(loss, sum(losses) / 25, places=6)
+            self.assertAlmostEqual(accuracy, sum(correct) / 25, places=6)
+
+    def test_a_rank_without_a_sample_takes_part_in_the_evaluation(self):
+        for rank in self.ranks:
+            for ours, single in zip(rank["evaluated one sample"], evaluated(0, 1, num_samples=1)):
+                self.assertAlmostEqual(ours, single, places=6)
+
+    def test_the_steps_wait_for_the_device_nowhere(self):
+        # .item(), .tolist(), bool() and the like all call this operator.
+        class NoSynchronisation(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+                return function(*args, **(kwargs or {}))
+        module, batch = net(), [part[None] for part in ddp.SyntheticDataset(1, 40)[0]]
+        with NoSynchronisation():
+            trained(module, [batch] * 3, accumulate=2)
+            with self.assertRaises(AssertionError):
+                torch.zeros(1).item()
+
+
+class TheCheckpoint(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = folder_of(cls)
+        # Killed before its second checkpoint: the first is of epoch 0 after one step, 8 of 22 samples.
+        cls.path = cls.folder / "first.pt"
+        cls.options = [*SMALL, "--checkpoint-every", "1", "--checkpoint"]
+        cls.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *cls.options, cls.path)
+
+    @classmethod
+    def sabotaged(cls, text, *options, launcher=()):
+        return finish(start(*launcher, program(cls.folder, text), *options))
+
+    def copy(self, name):
+        return pathlib.Path(shutil.copy(self.path, self.folder / name))
+
+    def assert_same_end(self, outputs, *options):
+        """Together the outputs hold each epoch's line of an undisturbed job, and its digest."""
+        expected = undisturbed(*options)
+        self.assertEqual(digest(outputs[-1]), digest(expected))
+        lines = [line for output in outputs for line in epoch_lines(output)]
+        self.assertEqual(list(dict.fromkeys(lines)), epoch_lines(expected))
+
+    def kill_again_and_again(self, path, points, *more):
+        """Kill a job at each of the points, each time resuming it, and at last let it end."""
+        outputs = []
+        for function, number, statement in points:
+            status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path, *more)
+            self.assertNotEqual(status, 0)
+            outputs.append(out)
+            if path.exists():
+                torch.load(path, weights_only=True)
+            self.assertLessEqual(len(list(self.folder.glob(f".{path.name}*"))), 1)
+        self.assertIn("resuming from", outputs[-1])
+        outputs.append(job(*self.options, path, *more))
+        self.assert_same_end(outputs, *more)
+        self.assertEqual(list(self.folder.glob(f".{path.name}*")), [])
+
+    def test_a_job_killed_in_mid_epoch_ends_as_if_it_had_not_been(self):
+        # With accumulation, so a checkpoint must fall on a step, and loader workers, which read ahead.
+        path, more = self.folder / "killed.pt", ["--accumulate", "2", "--num-workers", "1"]
+        status, out, err = self.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *self.options, path, *more)
+        self.assertEqual(torch.load(path)["samples"], 16)
+        self.kill_again_and_again(path, [
+            (READ, 5, "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)")], *more)
+        before = path.read_bytes()
+        again = job(*self.options, path, *more)
+        self.assertIn("holds 2 finished epochs", again)
+        self.assertEqual(digest(again), digest(undisturbed(*more)))
+        self.assertEqual(path.read_bytes(), before)
+
+    def test_a_job_killed_while_it_writes_a_checkpoint_ends_as_if_it_had_not_been(self):
+        self.kill_again_and_again(self.folder / "written.pt", [
+            ("os.fsync", 1, KILL_THE_JOB),  # the first one is written, but not renamed
+            ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
+            ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
+        ], "--parallel", "none")
+
+    def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
+        text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
+                "    if self.seed == 0:\n"
+                "        print(i, file=open(os.environ['READ'] + os.environ['RANK'], 'a'))\n"
+                "    return original(self, i)\n"
+                "ddp.SyntheticDataset.__getitem__ = logged\n" +
+                sabotage("ddp.save_checkpoint", 1, "assert os.environ['RANK'] == '0', 'two ranks write'"))
+        for num_replicas in (1, 3):
+            path, read = self.copy(f"elastic{num_replicas}.pt"), self.folder / f"read{num_replicas}."
+            status, out, err = finish(start(program(self.folder, text), *self.options, path,
+                                            "--nproc-per-node", num_replicas, READ=str(read)))
+            self.assertEqual(status, 0, err)
+            self.assertIn("epoch 0, sample 8 of 22", out)
+            indices_read = [[int(i) for i in pathlib.Path(f"{read}{rank}").read_text().split()]
+                            for rank in range(num_replicas)]
+            rest, new = (indices(22, *place, num_replicas=num_replicas) for place in ((0, 8), (1, 0)))
+            self.assertEqual(indices_read, [a + b for a, b in zip(rest, new)])
+
+    def test_a_write_that_fails_ends_the_job_with_the_reason_and_the_old_file(self):
+        path = self.copy("full.pt")
+        limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))"
+        status, out, err = self.sabotaged(limit, *self.options, path, "--parallel", "none")
+        self.assertEqual(status, 1)
+        self.assertIn("File too large", err)
+        self.assertEqual(path.read_bytes(), self.path.read_bytes())
+        self.assertEqual(list(self.folder.glob(".full*")), [])
+
+    def test_a_checkpoint_through_a_link_replaces_the_file_and_not_the_link(self):
+        target, link = self.folder / "target.pt", self.folder / "link.pt"
+        link.symlink_to(target)
+        ddp.save_checkpoint(str(link), {"epoch": 1})
+        self.assertTrue(link.is_symlink())
+        self.assertEqual(torch.load(target), {"epoch": 1})
+
+    def test_sigterm_to_one_rank_stops_all_at_a_step_with_a_checkpoint_and_status_143(self):
+        path = self.folder / "terminated.pt"
+        options = [*SMALL, "--log-interval", "1", "--checkpoint", path]
+        status, out, err = self.sabotaged(
+            sabotage(READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"), *options)
+        self.assertEqual((status, err), (143, ""))
+        self.assertIn("stopped by SIGTERM: epoch 0, sample 16 of 22", out)
+        self.assert_same_end([out, job(*options)])
+
+    def test_sigterm_to_the_job_reaches_its_ranks_and_spares_the_loader_workers(self):
+        path = self.folder / "forwarded.pt"
+        for end in (lambda process: process.terminate(), lambda process: os.killpg(process.pid, signal.SIGTERM)):
+            process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", "--checkpoint", path)
+            wait_for(process, "epoch")
+            end(process)
+            status, out, err = finish(process)
+            self.assertEqual((status, err), (143, ""))
+            self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
+        torch.load(path, weights_only=True)
+
+    def test_without_a_checkpoint_sigterm_ends_the_job_at_once(self):
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000")
+        wait_for(process, "epoch 0")
+        process.terminate()
+        self.assertEqual(finish(process)[0], -signal.SIGTERM)
+
+    def test_a_net_that_is_not_finite_does_not_replace_the_checkpoint(self):
+        path = self.folder / "finite.pt"
+        options = ["--num-samples", "4", "--length", "8", "--parallel", "none", "--epochs", "1"]
+        with self.assertRaisesRegex(FloatingPointError, "validation loss"), contextlib.redirect_stdout(io.StringIO()):
+            ddp.train(ddp.parse_args([*options, "--lr", "1e30"]), CPU, 0, 1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            ddp.train(ddp.parse_args([*options, "--checkpoint", str(path)]), CPU, 0, 1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        before = path.read_bytes()
+        spoilt = "import gc\n" + sabotage("ddp.total_over_ranks", 1,
+                                          "[net.conv1.bias.data.fill_(float('nan')) for net in gc.get_objects()"
+                                          " if type(net) is ddp.ConvNet]")
+        status, out, err = self.sabotaged(spoilt, *options, "--epochs", "2", "--checkpoint", path,
+                                          "--checkpoint-every", "1")
+        self.assertEqual(status, 1)
+        self.assertIn("the net is not finite in epoch 1, after sample 4", err)
+        self.assertEqual(path.read_bytes(), before)
+
+    def test_resuming_takes_the_learning_rate_from_the_command_line_and_keeps_adams_counters_on_the_cpu(self):
+        args = ddp.parse_args([*map(str, self.options), str(self.path), "--lr", "0.5", "--backend", "gloo"])
+        module = net(ddp.ConvNet)
+        optimizer = torch.optim.Adam(module.parameters())
+        self.assertEqual(ddp.resume(args, CPU, module, optimizer)[:2], (0, 8))
+        self.assertEqual(optimizer.param_groups[0]["lr"], 0.5)
+        for state in optimizer.state_dict()["state"].values():
+            self.assertEqual((state["step"].device, state["step"].item()), (CPU, 1))
+
+    def test_torchrun_restarts_a_killed_rank_and_the_job_ends_undisturbed(self):
+        text = sabotage(READ, 6, "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':"
+                                 " os.kill(os.getpid(), signal.SIGKILL)")
+        # After the restart rank 0 comes late: would rank 1 wait for it, or find its last address?
+        text += ("if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '01':\n"
+                 "    import time; time.sleep(1.5)\n")
+        status, out, err = self.sabotaged(
+            text, *self.options, self.folder / "restarted.pt",
+            launcher=[*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"])
+        self.assertEqual(status, 0, err)
+        self.assertIn("resuming from", out)
+        self.assert_same_end([out])
+
+    def refusal(self, path, *options):
+        return refusal(self, *self.options, str(path), "--nproc-per-node", "2", "--backend", "gloo", *options)
+
+    def test_a_file_that_is_no_checkpoint_is_refused_and_left_as_it_is(self):
+        whole = self.path.read_bytes()
+        torch.save({"epoch": 3}, self.folder / "foreign.pt")
+        foreign = (self.folder / "foreign.pt").read_bytes()
+        path = self.folder / "bad.pt"
+        for content in (b"", b"not a checkpoint", foreign, *(whole[:n] for n in (10, 5000, len(whole) - 1))):
+            path.write_bytes(content)
+            self.assertRegex(self.refusal(path), "bad.pt is damaged or not a checkpoint")
+            self.assertEqual(path.read_bytes(), content)
+
+    def test_a_checkpoint_of_another_data_set_seed_or_net_is_refused_with_the_difference(self):
+        for option, name, value in (("--num-samples", "number of samples", "22"), ("--length", "length", "64"),
+                                    ("--seed", "seed", "0")):
+            self.assertIn(f"its {name} is {value}, but here it is 99", self.refusal(self.path, option, "99"))
+        state = torch.load(self.path)
+        state["module"]["conv1.weight"] = torch.zeros(8, 3, 3)
+        torch.save(state, self.folder / "net.pt")
+        self.assertIn("its conv1.weight is [8, 3, 3], but here it is [16, 3, 3]",
+                      self.refusal(self.folder / "net.pt"))
+
+    def test_a_checkpoint_that_would_execute_something_is_refused_and_does_not(self):
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(TheCheckpoint.folder / "executed"),)
+        torch.save(torch.load(self.path) | {"evil": Evil()}, self.folder / "evil.pt")
+        self.assertIn("UnpicklingError", self.refusal(self.folder / "evil.pt"))
+        self.assertFalse((self.folder / "executed").exists())
+
+    def test_a_place_that_cannot_be_written_is_refused(self):
+        self.assertIn("nowhere does not exist", self.refusal(self.folder / "nowhere" / "a.pt"))
+        self.assertIn("cannot be read: Is a directory", self.refusal(self.folder))
+        self.assertIn("argument --checkpoint: it is empty", self.refusal(""))
+
+    def test_checkpoint_every_needs_a_path(self):
+        self.assertIn("needs --checkpoint", refusal(self, "--checkpoint-every", "1"))
+        self.assertIn("of at least 1", refusal(self, "--checkpoint-every", "0"))
+
+
+class TheJob(unittest.TestCase):
+    def test_the_main_job_learns_and_reports_in_the_agreed_form(self):
+        lines = job().splitlines()
+        self.assertEqual(lines[0], f"gloo, world size 2, cpu, torch {torch.__version__}")
+        number = r"\d+\.\d{4}"
+        for epoch, line in enumerate(lines[1:-1]):
+            self.assertRegex(line, rf"^epoch {epoch} \| loss {number} accuracy [01]\.\d{{3}} \| "
+                                   rf"val_loss {number} val_accuracy [01]\.\d{{3}} \| \d+\.\d samples/s$")
+        losses = [float(line.split()[4]) for line in lines[1:-1]]
+        self.assertEqual(losses, sorted(losses, reverse=True))
+        self.assertGreater(float(lines[-2].split()[11]), 0.9)
+        self.assertRegex(lines[-1], "^parameters sha256 [0-9a-f]{64}$")
+
+    def test_spawn_torchrun_and_two_nodes_train_the_same_model(self):
+        spawned = undisturbed()
+        one_node = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
+        self.assertEqual(one_node[0], 0, one_node)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        nodes = [start(*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
+                       f"--master-port={port}", "--nproc-per-node=1", SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="lo")
+                 for node in range(2)]
+        two_nodes = [finish(node) for node in nodes]
+        self.assertEqual([status for status, *_ in two_nodes], [0, 0], two_nodes)
+        for output in (one_node[1], two_nodes[0][1]):
+            self.assertEqual(epoch_lines(output), epoch_lines(spawned))
+            self.assertEqual(digest(output), digest(spawned))
+
+    def test_two_jobs_at_once_do_not_disturb_each_other_and_loader_workers_change_nothing(self):
+        jobs = [start(SCRIPT, *SMALL), start(SCRIPT, *SMALL, "--num-workers", "1")]
+        (status, out, err), (status2, out2, err2) = map(finish, jobs)
+        self.assertEqual((status, status2), (0, 0), err + err2)
+        self.assertEqual(digest(out), digest(out2))
+
+    def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_no_process_left(self):
+        status, out, err = self.broken_job(
+            "if os.environ['RANK'] == '1': raise ValueError('sample 7 is bad')")
+        self.assertEqual(status, 1)
+        self.assertEqual(err.count("Traceback"), 1)
+        self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
+
+    @unittest.skipUnless(torch.get_num_threads() > 1, "there is one core")
+    def test_the_ranks_share_the_cores_and_leave_their_group_also_after_an_error(self):
+        text = ("import atexit, torch\n"
+                "atexit.register(lambda: print('in a group:', ddp.dist.is_initialized()))\n"
+                "def broken(*args): os.write(1, b'threads %d\\n' % torch.get_num_threads()); raise ValueError\n"
+                "ddp.make_loaders = broken\n")
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(program(folder, text), *SMALL, OMP_NUM_THREADS=None)
+            status, out, err = finish(process)
+        self.assertEqual(status, 1, err)
+        self.assertGreaterEqual(out.count(f"threads {torch.get_num_threads() // 2}\n"), 1, out)
+        self.assertGreaterEqual(out.count("in a group: False\n"), 2)
+        self.assertNotIn("in a group: True", out)
+
+    def test_a_rank_that_cannot_leave_its_group_ends_the_job_all_the_same(self):
+        text = ("import threading\n"
+                "def broken(*args): raise ValueError('this one')\n"
+                "ddp.make_loaders = broken\n"
+                "ddp.dist.destroy_process_group = lambda: threading.Event().wait()\n")
+        with tempfile.TemporaryDirectory() as folder:
+            status, out, err = finish(start(program(folder, text), *SMALL))
+        self.assertNotEqual(status, 0)
+        self.assertIn("ValueError: this one", err)
+
+    def test_a_rank_that_cannot_join_the_group_ends_the_job_with_one_traceback(self):
+        status, out, err = finish(start(SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="nowhere"))
+        self.assertEqual((status, err.count("Traceback")), (1, 1), err)
+
+    def test_on_a_terminal_a_progress_line_redraws_itself(self):
+        class Terminal(io.StringIO):
+            def isatty(self):
+                return True
+        with contextlib.redirect_stdout(Terminal()) as out:
+            ddp.train(ddp.parse_args([*SMALL, "--parallel", "none", "--epochs", "1", "--log-interval", "2"]), CPU, 0, 1)
+        lines = out.getvalue().split("\n")[1].split("\r\033[K")
+        self.assertEqual([line.split(" | ")[0] for line in lines],
+                         ["", "epoch 0 step 2/6", "epoch 0 step 4/6", "epoch 0 step 6/6", "epoch 0"])
+
+    def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
+        status, out, err = self.broken_job(
+            "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
+        self.assertEqual(status, 128 + signal.SIGKILL)
+        self.assertRegex(err, r"rank 1 was ended by SIGKILL\n$")
+
+    def broken_job(self, statement):
+        with tempfile.TemporaryDirectory() as folder:
+            return finish(start(program(folder, sabotage(READ, 7, statement)), *SMALL))
+
+    def test_a_loss_that_is_not_finite_ends_the_job_with_epoch_and_step(self):
+        status, out, err = finish(start(SCRIPT, *SMALL, "--lr", "1e30", "--parallel", "none"))
+        self.assertEqual(status, 1)
+        self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 2\b")
+
+    def test_a_running_job_listens_on_the_loopback_address_alone_and_ctrl_c_ends_it_quietly(self):
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
+        wait_for(process, "epoch 0")
+        if sys.platform == "linux":
+            addresses = self.listening(process.pid)
+            self.assertTrue(addresses)
+            self.assertEqual(addresses - {"0100007F"}, set())  # 127.0.0.1, as /proc/net/tcp writes it
+        os.killpg(process.pid, signal.SIGINT)
+        status, out, err = finish(process)
+        self.assertEqual((status, err), (130, ""))
+
+    def listening(self, group):
+        """The addresses on which the processes of a process group listen."""
+        sockets = set()
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(folder.name)) == group:
+                    sockets |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
+        rows = [line.split() for table in ("tcp", "tcp6")
+                for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]]
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+class OneProcess(unittest.TestCase):
+    def test_data_parallel_on_a_cpu_is_the_bare_net_and_says_so(self):
+        dp, none = job(*SMALL, "--parallel", "dp"), undisturbed("--parallel", "none")
+        self.assertIn("DataParallel needs GPUs", dp)
+        self.assertEqual(epoch_lines(dp), epoch_lines(none))
+        self.assertEqual(digest(dp), digest(none))
+
+    def test_a_single_process_is_what_one_rank_of_ddp_is(self):
+        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(undisturbed("--parallel", "none")))
+
+    def test_several_processes_are_refused(self):
+        self.assertIn("is a single process", refusal(self, "--parallel", "dp", "--nproc-per-node", "2"))
 
 
 def write_tar(path, members, form=tarfile.PAX_FORMAT):
@@ -546,324 +1072,10 @@ class TheShards(unittest.TestCase):
         self.assertEqual(sorted(self.folder.glob("train/*")), before)
 
 
-class FrozenNorm(ddp.ConvNet):
-    """The net with BatchNorm always in eval mode.
-
-    In training BatchNorm normalises by the statistics of the batch it sees, and a rank, or one batch of
-    a window, is another batch than the whole one of a single process: they would not be comparable.
-    """
-
-    def train(self, mode=True):
-        return super().train(False)
-
-
-def net(kind=FrozenNorm):
-    torch.manual_seed(0)
-    return kind()
-
-
-def trained(model, loader, **options):
-    """What train_steps makes of a model, with SGD: (state, samples at each step, sums)."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    samples = list(ddp.train_steps(model, loader, optimizer, CPU, sums, **options))
-    return getattr(model, "module", model).state_dict(), samples, sums
-
-
-def evaluated(rank, world_size, num_samples=25):
-    """What evaluate() says on one of world_size ranks."""
-    data = ddp.SyntheticDataset(num_samples, 40)
-    sampler = ddp.DistributedSampler(data, world_size, rank, shuffle=False, pad=False)
-    model = DistributedDataParallel(net(ddp.ConvNet)) if world_size > 1 else net(ddp.ConvNet)
-    return ddp.evaluate(model, DataLoader(data, 4, sampler=sampler), CPU)
-
-
-def on_each_of_two_ranks(rank):
-    result = {"evaluated": evaluated(rank, 2), "evaluated one sample": evaluated(rank, 2, num_samples=1)}
-
-    data = ddp.SyntheticDataset(8, 40)
-    x, y = (torch.stack(part) for part in zip(*data))
-    model = DistributedDataParallel(net().eval())
-    F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
-    result["gradients"] = [parameter.grad for parameter in model.parameters()]
-
-    sampler = ddp.DistributedSampler(range(10))  # num_replicas and rank are those of the group
-    result["batches"] = [batch.tolist() for batch in DataLoader(range(10), 4, sampler=sampler)]
-
-    buckets = []
-
-    def counted(group, bucket):
-        buckets.append(bucket)
-        return allreduce_hook(group, bucket)
-    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
-    model.register_comm_hook(None, counted)
-    loader = DataLoader(data, 1, sampler=ddp.DistributedSampler(data))
-    result["accumulated"] = trained(model, loader, accumulate=2)
-    result["communications"] = len(buckets)
-    result["held"] = str(torch.distributed.nn.functional.all_reduce.__defaults__[1])
-
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        args = ddp.parse_args(["--backend", "gloo", *SMALL])
-        module = ddp.train(args, CPU, rank, 2)
-    result["output"], result["digest"] = out.getvalue(), ddp.digest(module)
-
-    optimizer = torch.optim.Adam(module.parameters())
-    with tempfile.TemporaryDirectory() as folder:  # each rank has its own, and only rank 0 a file in it
-        args.checkpoint = f"{folder}/ck.pt"
-        if rank == 0:
-            ddp.save_checkpoint(args.checkpoint, dict(job=args.job, module=module.state_dict(), epoch=1, samples=4,
-                                                      optimizer=optimizer.state_dict(), sums=[1, 2, 3]))
-        try:
-            ddp.resume(args, CPU, module, optimizer)
-        except RuntimeError as error:
-            result["different checkpoints"] = str(error)
-    return result
-
-
-class TheLoop(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.ranks = in_ranks(2, on_each_of_two_ranks)
-
-    def assert_same_state(self, one, other):
-        self.assertEqual(one.keys(), other.keys())
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], msg=name)
-
-    def test_gradients_on_two_ranks_are_those_of_a_single_process_on_the_whole_batch(self):
-        module = net().eval()
-        x, y = (torch.stack(part) for part in zip(*ddp.SyntheticDataset(8, 40)))
-        F.cross_entropy(module(x), y).backward()
-        for rank in self.ranks:
-            for gradient, parameter in zip(rank["gradients"], module.parameters(), strict=True):
-                torch.testing.assert_close(gradient, parameter.grad)
-
-    def test_two_ranks_read_the_golden_batches(self):
-        self.assertEqual([rank["batches"] for rank in self.ranks], GOLDEN[7][5][0])
-
-    def test_all_ranks_hold_the_same_parameters_and_buffers_after_training(self):
-        self.assertEqual(self.ranks[0]["digest"], self.ranks[1]["digest"])
-
-    def test_rank_0_alone_speaks_and_the_digest_it_prints_is_that_of_every_rank(self):
-        self.assertEqual(digest(self.ranks[0]["output"]), self.ranks[1]["digest"])
-        self.assertEqual(self.ranks[1]["output"], "")
-
-    def test_accumulating_on_two_ranks_equals_one_step_of_one_process_on_all_their_batches(self):
-        data = ddp.SyntheticDataset(8, 40)
-        loader = DataLoader(data, 4, sampler=ddp.DistributedSampler(data, 1, 0))
-        state, samples, sums = trained(net(), loader)
-        self.assertEqual(samples, [4, 8])
-        for rank in self.ranks:
-            self.assert_same_state(rank["accumulated"][0], state)
-            self.assertEqual(rank["accumulated"][1], [2, 4])
-        torch.testing.assert_close(sum(rank["accumulated"][2] for rank in self.ranks)[:3], sums[:3], rtol=1e-6, atol=0)
-
-    def test_the_ranks_communicate_only_on_the_last_batch_of_a_window(self):
-        self.assertEqual(self.ranks[0]["communications"], 2)  # one bucket, two windows of two batches
-
-    def test_ranks_that_find_different_checkpoints_do_not_train(self):
-        for rank in self.ranks:
-            self.assertIn("the ranks find different checkpoints", rank["different checkpoints"])
-
-    def test_no_default_argument_of_pytorch_holds_the_process_group(self):
-        # Else it outlives destroy_process_group, and its threads abort the interpreter now and then.
-        self.assertEqual([rank["held"] for rank in self.ranks], ["None", "None"])
-
-    def test_the_jobs_validation_loader_reads_every_sample_once_over_all_ranks(self):
-        args = ddp.parse_args(["--backend", "gloo", *SMALL])
-        loaders = [ddp.make_loaders(args, CPU, rank, 3)[1] for rank in range(3)]
-        read = [tuple(x[:3].tolist()) for loader in loaders for batch, _ in loader for x in batch[:, 0]]
-        self.assertEqual((len(read), len(set(read))), (25, 25))
-
-    def test_the_digest_covers_parameters_and_buffers(self):
-        module = net(ddp.ConvNet)
-        digests = {ddp.digest(module)}
-        for tensor in (module.conv3.bias.data, module.bn1.running_var, module.bn2.num_batches_tracked):
-            tensor += 1
-            digests.add(ddp.digest(module))
-        self.assertEqual(len(digests), 4)
-
-    def test_the_last_short_window_is_a_step_by_the_mean_of_its_own_batches(self):
-        data = ddp.SyntheticDataset(5, 40)
-        state, samples, _ = trained(net(), DataLoader(data, 1), accumulate=2)
-        self.assertEqual(samples, [2, 4, 5])
-        expected, *_ = trained(net(), DataLoader(data, batch_sampler=[[0, 1], [2, 3], [4]]))
-        self.assert_same_state(state, expected)
-
-    def test_amp_runs_the_net_in_bfloat16_and_keeps_float32_parameters(self):
-        seen = []
-        module = net(ddp.ConvNet)
-        module.conv2.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-        trained(module, DataLoader(ddp.SyntheticDataset(2, 40)), amp=True)
-        self.assertEqual(set(seen), {torch.bfloat16})
-        self.assertEqual({parameter.dtype for parameter in module.parameters()}, {torch.float32})
-
-    def test_evaluation_gives_the_numbers_of_a_plain_loop_on_1_2_and_3_ranks(self):
-        module = net(ddp.ConvNet).eval()
-        losses, correct = [], []
-        with torch.no_grad():
-            for x, y in ddp.SyntheticDataset(25, 40):
-                logits = module(x[None])
-                losses.append(F.cross_entropy(logits, y[None]).item())
-                correct.append((logits.argmax(1) == y).double().mean().item())
-        results = [evaluated(0, 1), *(rank["evaluated"] for rank in self.ranks), *in_ranks(3, evaluated, 3)]
-        for loss, accuracy in results:
-            self.assertAlmostEqual(loss, sum(losses) / 25, places=6)
-            self.assertAlmostEqual(accuracy, sum(correct) / 25, places=6)
-
-    def test_a_rank_without_a_sample_takes_part_in_the_evaluation(self):
-        for rank in self.ranks:
-            for ours, single in zip(rank["evaluated one sample"], evaluated(0, 1, num_samples=1)):
-                self.assertAlmostEqual(ours, single, places=6)
-
-    def test_the_steps_wait_for_the_device_nowhere(self):
-        # .item(), .tolist(), bool() and the like all call this operator.
-        class NoSynchronisation(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
-                return function(*args, **(kwargs or {}))
-        module, batch = net(), [part[None] for part in ddp.SyntheticDataset(1, 40)[0]]
-        with NoSynchronisation():
-            trained(module, [batch] * 3, accumulate=2)
-            with self.assertRaises(AssertionError):
-                torch.zeros(1).item()
-
-
-class TheJob(unittest.TestCase):
-    def test_the_main_job_learns_and_reports_in_the_agreed_form(self):
-        lines = job().splitlines()
-        self.assertEqual(lines[0], f"gloo, world size 2, cpu, torch {torch.__version__}")
-        number = r"\d+\.\d{4}"
-        for epoch, line in enumerate(lines[1:-1]):
-            self.assertRegex(line, rf"^epoch {epoch} \| loss {number} accuracy [01]\.\d{{3}} \| "
-                                   rf"val_loss {number} val_accuracy [01]\.\d{{3}} \| \d+\.\d samples/s$")
-        losses = [float(line.split()[4]) for line in lines[1:-1]]
-        self.assertEqual(losses, sorted(losses, reverse=True))
-        self.assertGreater(float(lines[-2].split()[11]), 0.9)
-        self.assertRegex(lines[-1], "^parameters sha256 [0-9a-f]{64}$")
-
-    def test_spawn_torchrun_and_two_nodes_train_the_same_model(self):
-        spawned = undisturbed()
-        one_node = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
-        self.assertEqual(one_node[0], 0, one_node)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        nodes = [start(*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
-                       f"--master-port={port}", "--nproc-per-node=1", SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="lo")
-                 for node in range(2)]
-        two_nodes = [finish(node) for node in nodes]
-        self.assertEqual([status for status, *_ in two_nodes], [0, 0], two_nodes)
-        for output in (one_node[1], two_nodes[0][1]):
-            self.assertEqual(epoch_lines(output), epoch_lines(spawned))
-            self.assertEqual(digest(output), digest(spawned))
-
-    def test_two_jobs_at_once_do_not_disturb_each_other_and_loader_workers_change_nothing(self):
-        jobs = [start(SCRIPT, *SMALL), start(SCRIPT, *SMALL, "--num-workers", "1")]
-        (status, out, err), (status2, out2, err2) = map(finish, jobs)
-        self.assertEqual((status, status2), (0, 0), err + err2)
-        self.assertEqual(digest(out), digest(out2))
-
-    def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_no_process_left(self):
-        status, out, err = self.broken_job(
-            "if os.environ['RANK'] == '1': raise ValueError('sample 7 is bad')")
-        self.assertEqual(status, 1)
-        self.assertEqual(err.count("Traceback"), 1)
-        self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
-
-    @unittest.skipUnless(torch.get_num_threads() > 1, "there is one core")
-    def test_the_ranks_share_the_cores_and_leave_their_group_also_after_an_error(self):
-        text = ("import atexit, torch\n"
-                "atexit.register(lambda: print('in a group:', ddp.dist.is_initialized()))\n"
-                "def broken(*args): os.write(1, b'threads %d\\n' % torch.get_num_threads()); raise ValueError\n"
-                "ddp.make_loaders = broken\n")
-        with tempfile.TemporaryDirectory() as folder:
-            process = start(program(folder, text), *SMALL, OMP_NUM_THREADS=None)
-            status, out, err = finish(process)
-        self.assertEqual(status, 1, err)
-        self.assertGreaterEqual(out.count(f"threads {torch.get_num_threads() // 2}\n"), 1, out)
-        self.assertGreaterEqual(out.count("in a group: False\n"), 2)
-        self.assertNotIn("in a group: True", out)
-
-    def test_a_rank_that_cannot_leave_its_group_ends_the_job_all_the_same(self):
-        text = ("import threading\n"
-                "def broken(*args): raise ValueError('this one')\n"
-                "ddp.make_loaders = broken\n"
-                "ddp.dist.destroy_process_group = lambda: threading.Event().wait()\n")
-        with tempfile.TemporaryDirectory() as folder:
-            status, out, err = finish(start(program(folder, text), *SMALL))
-        self.assertNotEqual(status, 0)
-        self.assertIn("ValueError: this one", err)
-
-    def test_a_rank_that_cannot_join_the_group_ends_the_job_with_one_traceback(self):
-        status, out, err = finish(start(SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="nowhere"))
-        self.assertEqual((status, err.count("Traceback")), (1, 1), err)
-
-    def test_on_a_terminal_a_progress_line_redraws_itself(self):
-        class Terminal(io.StringIO):
-            def isatty(self):
-                return True
-        with contextlib.redirect_stdout(Terminal()) as out:
-            ddp.train(ddp.parse_args([*SMALL, "--parallel", "none", "--epochs", "1", "--log-interval", "2"]), CPU, 0, 1)
-        lines = out.getvalue().split("\n")[1].split("\r\033[K")
-        self.assertEqual([line.split(" | ")[0] for line in lines],
-                         ["", "epoch 0 step 2/6", "epoch 0 step 4/6", "epoch 0 step 6/6", "epoch 0"])
-
-    def test_a_rank_that_is_killed_ends_the_job_and_is_named(self):
-        status, out, err = self.broken_job(
-            "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
-        self.assertEqual(status, 128 + signal.SIGKILL)
-        self.assertRegex(err, r"rank 1 was ended by SIGKILL\n$")
-
-    def broken_job(self, statement):
-        with tempfile.TemporaryDirectory() as folder:
-            return finish(start(program(folder, sabotage(READ, 7, statement)), *SMALL))
-
-    def test_a_loss_that_is_not_finite_ends_the_job_with_epoch_and_step(self):
-        status, out, err = finish(start(SCRIPT, *SMALL, "--lr", "1e30", "--parallel", "none"))
-        self.assertEqual(status, 1)
-        self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 2\b")
-
-    def test_a_running_job_listens_on_the_loopback_address_alone_and_ctrl_c_ends_it_quietly(self):
-        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
-        wait_for(process, "epoch 0")
-        if sys.platform == "linux":
-            addresses = self.listening(process.pid)
-            self.assertTrue(addresses)
-            self.assertEqual(addresses - {"0100007F"}, set())  # 127.0.0.1, as /proc/net/tcp writes it
-        os.killpg(process.pid, signal.SIGINT)
-        status, out, err = finish(process)
-        self.assertEqual((status, err), (130, ""))
-
-    def listening(self, group):
-        """The addresses on which the processes of a process group listen."""
-        sockets = set()
-        for folder in pathlib.Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(folder.name)) == group:
-                    sockets |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
-        rows = [line.split() for table in ("tcp", "tcp6")
-                for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]]
-        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
-
-
-class OneProcess(unittest.TestCase):
-    def test_data_parallel_on_a_cpu_is_the_bare_net_and_says_so(self):
-        dp, none = job(*SMALL, "--parallel", "dp"), undisturbed("--parallel", "none")
-        self.assertIn("DataParallel needs GPUs", dp)
-        self.assertEqual(epoch_lines(dp), epoch_lines(none))
-        self.assertEqual(digest(dp), digest(none))
-
-    def test_a_single_process_is_what_one_rank_of_ddp_is(self):
-        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(undisturbed("--parallel", "none")))
-
-    def test_several_processes_are_refused(self):
-        self.assertIn("is a single process", refusal(self, "--parallel", "dp", "--nproc-per-node", "2"))
-
-
 class TheCases(unittest.TestCase):
     def shown(self, *options):
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            ddp.main(["cases", *options])
+            ddp.cases(options)
         return out.getvalue()
 
     def test_the_nine_cases_show_the_golden_batches(self):
@@ -886,214 +1098,6 @@ class TheCases(unittest.TestCase):
 
     def test_piped_it_is_plain_text(self):
         self.assertNotIn("\033", self.shown())
-
-
-class TheCheckpoint(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.folder = folder_of(cls)
-        # Killed before its second checkpoint: the first is of epoch 0 after one step, 8 of 22 samples.
-        cls.path = cls.folder / "first.pt"
-        cls.options = [*SMALL, "--checkpoint-every", "1", "--checkpoint"]
-        cls.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *cls.options, cls.path)
-
-    @classmethod
-    def sabotaged(cls, text, *options, launcher=()):
-        return finish(start(*launcher, program(cls.folder, text), *options))
-
-    def copy(self, name):
-        return pathlib.Path(shutil.copy(self.path, self.folder / name))
-
-    def assert_same_end(self, outputs, *options):
-        """Together the outputs hold each epoch's line of an undisturbed job, and its digest."""
-        expected = undisturbed(*options)
-        self.assertEqual(digest(outputs[-1]), digest(expected))
-        lines = [line for output in outputs for line in epoch_lines(output)]
-        self.assertEqual(list(dict.fromkeys(lines)), epoch_lines(expected))
-
-    def kill_again_and_again(self, path, points, *more):
-        """Kill a job at each of the points, each time resuming it, and at last let it end."""
-        outputs = []
-        for function, number, statement in points:
-            status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path, *more)
-            self.assertNotEqual(status, 0)
-            outputs.append(out)
-            if path.exists():
-                torch.load(path, weights_only=True)
-            self.assertLessEqual(len(list(self.folder.glob(f".{path.name}*"))), 1)
-        self.assertIn("resuming from", outputs[-1])
-        outputs.append(job(*self.options, path, *more))
-        self.assert_same_end(outputs, *more)
-        self.assertEqual(list(self.folder.glob(f".{path.name}*")), [])
-
-    def test_a_job_killed_in_mid_epoch_ends_as_if_it_had_not_been(self):
-        # With accumulation, so a checkpoint must fall on a step, and loader workers, which read ahead.
-        path, more = self.folder / "killed.pt", ["--accumulate", "2", "--num-workers", "1"]
-        status, out, err = self.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *self.options, path, *more)
-        self.assertEqual(torch.load(path)["samples"], 16)
-        self.kill_again_and_again(path, [
-            (READ, 5, "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)")], *more)
-        before = path.read_bytes()
-        again = job(*self.options, path, *more)
-        self.assertIn("is of the finished job: 2 epochs", again)
-        self.assertEqual(digest(again), digest(undisturbed(*more)))
-        self.assertEqual(path.read_bytes(), before)
-
-    def test_a_job_killed_while_it_writes_a_checkpoint_ends_as_if_it_had_not_been(self):
-        self.kill_again_and_again(self.folder / "written.pt", [
-            ("os.fsync", 1, KILL_THE_JOB),  # the first one is written, but not renamed
-            ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
-            ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
-        ], "--parallel", "none")
-
-    def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
-        text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
-                "    if self.seed == 0:\n"
-                "        print(i, file=open(os.environ['READ'] + os.environ['RANK'], 'a'))\n"
-                "    return original(self, i)\n"
-                "ddp.SyntheticDataset.__getitem__ = logged\n" +
-                sabotage("ddp.save_checkpoint", 1, "assert os.environ['RANK'] == '0', 'two ranks write'"))
-        for num_replicas in (1, 3):
-            path, read = self.copy(f"elastic{num_replicas}.pt"), self.folder / f"read{num_replicas}."
-            status, out, err = finish(start(program(self.folder, text), *self.options, path,
-                                            "--nproc-per-node", num_replicas, READ=str(read)))
-            self.assertEqual(status, 0, err)
-            self.assertIn("epoch 0, sample 8 of 22", out)
-            indices_read = [[int(i) for i in pathlib.Path(f"{read}{rank}").read_text().split()]
-                            for rank in range(num_replicas)]
-            rest, new = (indices(22, *place, num_replicas=num_replicas) for place in ((0, 8), (1, 0)))
-            self.assertEqual(indices_read, [a + b for a, b in zip(rest, new)])
-
-    def test_a_write_that_fails_ends_the_job_with_the_reason_and_the_old_file(self):
-        path = self.copy("full.pt")
-        limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))"
-        status, out, err = self.sabotaged(limit, *self.options, path, "--parallel", "none")
-        self.assertEqual(status, 1)
-        self.assertIn("File too large", err)
-        self.assertEqual(path.read_bytes(), self.path.read_bytes())
-        self.assertEqual(list(self.folder.glob(".full*")), [])
-
-    def test_a_checkpoint_through_a_link_replaces_the_file_and_not_the_link(self):
-        target, link = self.folder / "target.pt", self.folder / "link.pt"
-        link.symlink_to(target)
-        ddp.save_checkpoint(str(link), {"epoch": 1})
-        self.assertTrue(link.is_symlink())
-        self.assertEqual(torch.load(target), {"epoch": 1})
-
-    def test_sigterm_to_one_rank_stops_all_at_a_step_with_a_checkpoint_and_status_143(self):
-        path = self.folder / "terminated.pt"
-        options = [*SMALL, "--log-interval", "1", "--checkpoint", path]
-        status, out, err = self.sabotaged(
-            sabotage(READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"), *options)
-        self.assertEqual((status, err), (143, ""))
-        self.assertIn("stopped by SIGTERM: epoch 0, sample 16 of 22", out)
-        self.assert_same_end([out, job(*options)])
-
-    def test_sigterm_to_the_job_reaches_its_ranks_and_spares_the_loader_workers(self):
-        path = self.folder / "forwarded.pt"
-        for end in (lambda process: process.terminate(), lambda process: os.killpg(process.pid, signal.SIGTERM)):
-            process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", "--checkpoint", path)
-            wait_for(process, "epoch")
-            end(process)
-            status, out, err = finish(process)
-            self.assertEqual((status, err), (143, ""))
-            self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
-        torch.load(path, weights_only=True)
-
-    def test_without_a_checkpoint_sigterm_ends_the_job_at_once(self):
-        process = start(SCRIPT, *SMALL, "--epochs", "1000000")
-        wait_for(process, "epoch 0")
-        process.terminate()
-        self.assertEqual(finish(process)[0], -signal.SIGTERM)
-
-    def test_a_net_that_is_not_finite_does_not_replace_the_checkpoint(self):
-        path = self.folder / "finite.pt"
-        options = ["--num-samples", "4", "--length", "8", "--parallel", "none", "--epochs", "1"]
-        with self.assertRaisesRegex(FloatingPointError, "validation loss"), contextlib.redirect_stdout(io.StringIO()):
-            ddp.train(ddp.parse_args([*options, "--lr", "1e30"]), CPU, 0, 1)
-        with contextlib.redirect_stdout(io.StringIO()):
-            ddp.train(ddp.parse_args([*options, "--checkpoint", str(path)]), CPU, 0, 1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        before = path.read_bytes()
-        spoilt = "import gc\n" + sabotage("ddp.total_over_ranks", 1,
-                                          "[net.conv1.bias.data.fill_(float('nan')) for net in gc.get_objects()"
-                                          " if type(net) is ddp.ConvNet]")
-        status, out, err = self.sabotaged(spoilt, *options, "--epochs", "2", "--checkpoint", path,
-                                          "--checkpoint-every", "1")
-        self.assertEqual(status, 1)
-        self.assertIn("the net is not finite in epoch 1, after sample 4", err)
-        self.assertEqual(path.read_bytes(), before)
-
-    def test_resuming_takes_the_learning_rate_from_the_command_line_and_keeps_adams_counters_on_the_cpu(self):
-        args = ddp.parse_args([*map(str, self.options), str(self.path), "--lr", "0.5", "--backend", "gloo"])
-        module = net(ddp.ConvNet)
-        optimizer = torch.optim.Adam(module.parameters())
-        self.assertEqual(ddp.resume(args, CPU, module, optimizer)[:2], (0, 8))
-        self.assertEqual(optimizer.param_groups[0]["lr"], 0.5)
-        for state in optimizer.state_dict()["state"].values():
-            self.assertEqual((state["step"].device, state["step"].item()), (CPU, 1))
-
-    def test_torchrun_restarts_a_killed_rank_and_the_job_ends_undisturbed(self):
-        text = sabotage(READ, 6, "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':"
-                                 " os.kill(os.getpid(), signal.SIGKILL)")
-        # After the restart rank 0 comes late: would rank 1 wait for it, or find its last address?
-        text += ("if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '01':\n"
-                 "    import time; time.sleep(1.5)\n")
-        status, out, err = self.sabotaged(
-            text, *self.options, self.folder / "restarted.pt",
-            launcher=[*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"])
-        self.assertEqual(status, 0, err)
-        self.assertIn("resuming from", out)
-        self.assert_same_end([out])
-
-    def refusal(self, path, *options):
-        return refusal(self, *self.options, str(path), "--nproc-per-node", "2", "--backend", "gloo", *options)
-
-    def test_a_file_that_is_no_checkpoint_is_refused_and_left_as_it_is(self):
-        whole = self.path.read_bytes()
-        torch.save({"epoch": 3}, self.folder / "foreign.pt")
-        foreign = (self.folder / "foreign.pt").read_bytes()
-        path = self.folder / "bad.pt"
-        for content in (b"", b"not a checkpoint", foreign, *(whole[:n] for n in (10, 5000, len(whole) - 1))):
-            path.write_bytes(content)
-            self.assertRegex(self.refusal(path), "bad.pt is damaged or not a checkpoint")
-            self.assertEqual(path.read_bytes(), content)
-
-    def test_a_checkpoint_of_another_data_set_seed_or_net_is_refused_with_the_difference(self):
-        for option, name, value in (("--num-samples", "number of samples", "22"), ("--length", "length", "64"),
-                                    ("--seed", "seed", "0")):
-            self.assertIn(f"its {name} is {value}, but here it is 99", self.refusal(self.path, option, "99"))
-        state = torch.load(self.path)
-        state["module"]["conv1.weight"] = torch.zeros(8, 3, 3)
-        torch.save(state, self.folder / "net.pt")
-        self.assertIn("its conv1.weight is [8, 3, 3], but here it is [16, 3, 3]",
-                      self.refusal(self.folder / "net.pt"))
-
-    def test_a_checkpoint_that_would_execute_something_is_refused_and_does_not(self):
-        class Evil:
-            def __reduce__(self):
-                return os.mkdir, (str(TheCheckpoint.folder / "executed"),)
-        torch.save(torch.load(self.path) | {"evil": Evil()}, self.folder / "evil.pt")
-        self.assertIn("UnpicklingError", self.refusal(self.folder / "evil.pt"))
-        self.assertFalse((self.folder / "executed").exists())
-
-    def test_a_place_that_cannot_be_written_is_refused(self):
-        self.assertIn("nowhere is not a folder", self.refusal(self.folder / "nowhere" / "a.pt"))
-        self.assertIn("cannot be read: Is a directory", self.refusal(self.folder))
-        self.assertIn("argument --checkpoint: it is empty", self.refusal(""))
-
-    def test_checkpoint_every_needs_a_path(self):
-        self.assertIn("needs --checkpoint", refusal(self, "--checkpoint-every", "1"))
-        self.assertIn("of at least 1", refusal(self, "--checkpoint-every", "0"))
-
-
-def refusal(test, *options):
-    """The one line with which parse_args refuses the options."""
-    with contextlib.redirect_stderr(io.StringIO()) as err, test.assertRaises(SystemExit) as end:
-        ddp.parse_args(options)
-    test.assertEqual(end.exception.code, 2)
-    test.assertEqual(err.getvalue().count("\n"), 1)
-    return err.getvalue()
 
 
 class TheCommandLine(unittest.TestCase):
