@@ -571,9 +571,10 @@ class TheCheckpoint(unittest.TestCase):
         status, out, err = self.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *self.options, path, *more)
         self.assertEqual(torch.load(path)["samples"], 16)
         self.kill_again_and_again(path, [
-            (READ, 5, "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)")], *more)
+            (READ, 5, "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL), os._exit(1)")],
+            *more)
         before = path.read_bytes()
-        again = job(*self.options, path, *more)
+        again = job(*self.options, path, *more, "--parallel", "none")
         self.assertIn("holds 2 finished epochs", again)
         self.assertEqual(digest(again), digest(undisturbed(*more)))
         self.assertEqual(path.read_bytes(), before)
@@ -592,16 +593,18 @@ class TheCheckpoint(unittest.TestCase):
                 "    return original(self, i)\n"
                 "ddp.SyntheticDataset.__getitem__ = logged\n" +
                 sabotage("ddp.save_checkpoint", 1, "assert os.environ['RANK'] == '0', 'two ranks write'"))
+        script, jobs = program(self.folder, text), {}
         for num_replicas in (1, 3):
-            path, read = self.copy(f"elastic{num_replicas}.pt"), self.folder / f"read{num_replicas}."
-            status, out, err = finish(start(program(self.folder, text), *self.options, path,
-                                            "--nproc-per-node", num_replicas, READ=str(read)))
+            jobs[num_replicas] = start(script, *self.options, self.copy(f"elastic{num_replicas}.pt"),
+                                       "--nproc-per-node", num_replicas, READ=f"{self.folder}/read{num_replicas}.")
+        for num_replicas, process in jobs.items():
+            status, out, err = finish(process)
             self.assertEqual(status, 0, err)
             self.assertIn("epoch 0, sample 8 of 22", out)
-            indices_read = [[int(i) for i in pathlib.Path(f"{read}{rank}").read_text().split()]
-                            for rank in range(num_replicas)]
+            read = [[int(i) for i in (self.folder / f"read{num_replicas}.{rank}").read_text().split()]
+                    for rank in range(num_replicas)]
             rest, new = (indices(22, *place, num_replicas=num_replicas) for place in ((0, 8), (1, 0)))
-            self.assertEqual(indices_read, [a + b for a, b in zip(rest, new)])
+            self.assertEqual(read, [a + b for a, b in zip(rest, new)])
 
     def test_a_write_that_fails_ends_the_job_with_the_reason_and_the_old_file(self):
         path = self.copy("full.pt")
@@ -629,15 +632,18 @@ class TheCheckpoint(unittest.TestCase):
         self.assert_same_end([out, job(*options)])
 
     def test_sigterm_to_the_job_reaches_its_ranks_and_spares_the_loader_workers(self):
-        path = self.folder / "forwarded.pt"
-        for end in (lambda process: process.terminate(), lambda process: os.killpg(process.pid, signal.SIGTERM)):
-            process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", "--checkpoint", path)
+        paths = self.folder / "forwarded0.pt", self.folder / "forwarded1.pt"
+        jobs = [start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", "--checkpoint", path)
+                for path in paths]
+        for process in jobs:
             wait_for(process, "epoch")
-            end(process)
+        jobs[0].terminate()
+        os.killpg(jobs[1].pid, signal.SIGTERM)
+        for process, path in zip(jobs, paths):
             status, out, err = finish(process)
             self.assertEqual((status, err), (143, ""))
             self.assertTrue(out.splitlines()[-1].startswith("stopped by SIGTERM"))
-        torch.load(path, weights_only=True)
+            torch.load(path, weights_only=True)
 
     def test_without_a_checkpoint_sigterm_ends_the_job_at_once(self):
         process = start(SCRIPT, *SMALL, "--epochs", "1000000")
@@ -741,15 +747,14 @@ class TheJob(unittest.TestCase):
 
     def test_spawn_torchrun_and_two_nodes_train_the_same_model(self):
         spawned = undisturbed()
-        one_node = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL))
-        self.assertEqual(one_node[0], 0, one_node)
+        standalone = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *SMALL)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         nodes = [start(*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
                        f"--master-port={port}", "--nproc-per-node=1", SCRIPT, *SMALL, GLOO_SOCKET_IFNAME="lo")
                  for node in range(2)]
-        two_nodes = [finish(node) for node in nodes]
-        self.assertEqual([status for status, *_ in two_nodes], [0, 0], two_nodes)
+        one_node, *two_nodes = (finish(process) for process in (standalone, *nodes))
+        self.assertEqual([status for status, *_ in (one_node, *two_nodes)], [0, 0, 0], (one_node, two_nodes))
         for output in (one_node[1], two_nodes[0][1]):
             self.assertEqual(epoch_lines(output), epoch_lines(spawned))
             self.assertEqual(digest(output), digest(spawned))
@@ -1004,8 +1009,10 @@ class TheShards(unittest.TestCase):
         stream = ddp.ShardStream(ddp.find_shards(self.options[3]), None, resampled=False, num_replicas=1, rank=0)
         for ours, theirs in zip(ddp.evaluate(module, DataLoader(stream, 3), CPU), expected):
             self.assertAlmostEqual(ours, theirs, places=6)
-        for num_workers in ("0", "2"):
-            lines = job(*self.options, "--epochs", "3", "--num-workers", num_workers).splitlines()
+        jobs = [start(SCRIPT, *self.options, "--epochs", "3", "--num-workers", number) for number in ("0", "2")]
+        for status, out, err in map(finish, jobs):
+            self.assertEqual(status, 0, err)
+            lines = out.splitlines()
             losses = [float(line.split()[4]) for line in lines[1:-1]]
             self.assertLess(losses[-1], losses[0])
             self.assertEqual(len(losses), 3)
