@@ -96,9 +96,9 @@ class DistributedSampler(Sampler):
         start: how many samples of this order all ranks together have already read. Iteration goes on
         behind them, striped anew over the present num_replicas.
         """
-        remaining = len(self.dataset) - start
         if not 0 <= start <= len(self.dataset):
             raise ValueError(f"start is {start}, but must be in [0, {len(self.dataset)}]")
+        remaining = len(self.dataset) - start
         if self.drop_last:
             self.total_size = remaining // self.num_replicas * self.num_replicas
         elif self.pad:
@@ -377,6 +377,18 @@ def make_loaders(args, device, rank, world_size):
     return loader, DataLoader(val_set, sampler=val_sampler, pin_memory=pin, **options), sampler.set_epoch
 
 
+def wrap(module, parallel, device):
+    """The module under DistributedDataParallel ("ddp"), nn.DataParallel ("dp", on GPUs) or nothing.
+
+    Under the first, BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by
+    those of all); the running ones are rank 0's, which the wrapper broadcasts before a step.
+    """
+    if parallel == "ddp":
+        return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
+                                       gradient_as_bucket_view=True)
+    return nn.DataParallel(module) if parallel == "dp" and device.type == "cuda" else module
+
+
 def train(args, device, rank, world_size):
     """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
 
@@ -392,14 +404,7 @@ def train(args, device, rank, world_size):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
     first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
-    # BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by those of all); the
-    # running ones are rank 0's, which the wrapper broadcasts before a step.
-    model = module
-    if args.parallel == "ddp":
-        model = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
-                                        gradient_as_bucket_view=True)
-    elif args.parallel == "dp" and device.type == "cuda":
-        model = nn.DataParallel(module)
+    model = wrap(module, args.parallel, device)
 
     def say(line, end="\n"):
         if rank == 0:
@@ -527,6 +532,7 @@ def worker(local_rank, args, store_address=None):
 
 
 def under_torchrun():
+    """Whether a launcher has started this process as one rank of a job."""
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
@@ -665,6 +671,7 @@ def training_pair(path, sample):
 
 
 def count_samples(shards):
+    """How many samples tar files hold; reads their headers only."""
     return sum(1 for path in shards
                for _ in itertools.groupby(shard_members(path), key=operator.itemgetter(0)))
 
@@ -855,6 +862,8 @@ def cases(argv):
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that refuses bad input in one line, without the usage before it."""
+
     def error(self, message):
         refuse(f"{message} (see --help)")
 
@@ -895,6 +904,7 @@ def add_data_options(group):
 
 
 def make_parser():
+    """The options of the main job; parse_args checks how they go together."""
     parser = Parser(prog="ddp_reference.py", formatter_class=argparse.RawDescriptionHelpFormatter, description="""\
 Data-parallel training of a small net, on all GPUs of this machine or on its CPU.
 Other commands: cases (what each rank reads), write-shards DIR; each has a --help.""", epilog="""\

@@ -551,7 +551,7 @@ class TheCheckpoint(unittest.TestCase):
         self.assertEqual(list(dict.fromkeys(lines)), epoch_lines(expected))
 
     def kill_again_and_again(self, path, points, *more):
-        """Kill a job at each of the points, each time resuming it, and at last let it end."""
+        """Kill a job at each of the points, each time resuming it, and at last let it end: the outputs."""
         outputs = []
         for function, number, statement in points:
             status, out, err = self.sabotaged(sabotage(function, number, statement), *self.options, path, *more)
@@ -561,18 +561,17 @@ class TheCheckpoint(unittest.TestCase):
                 torch.load(path, weights_only=True)
             self.assertLessEqual(len(list(self.folder.glob(f".{path.name}*"))), 1)
         self.assertIn("resuming from", outputs[-1])
-        outputs.append(job(*self.options, path, *more))
-        self.assert_same_end(outputs, *more)
-        self.assertEqual(list(self.folder.glob(f".{path.name}*")), [])
+        return outputs + [job(*self.options, path, *more)]
 
     def test_a_job_killed_in_mid_epoch_ends_as_if_it_had_not_been(self):
         # With accumulation, so a checkpoint must fall on a step, and loader workers, which read ahead.
         path, more = self.folder / "killed.pt", ["--accumulate", "2", "--num-workers", "1"]
         status, out, err = self.sabotaged(sabotage("os.fsync", 3, KILL_THE_JOB), *self.options, path, *more)
         self.assertEqual(torch.load(path)["samples"], 16)
-        self.kill_again_and_again(path, [
+        outputs = self.kill_again_and_again(path, [
             (READ, 5, "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL), os._exit(1)")],
             *more)
+        self.assert_same_end([out, *outputs], *more)
         before = path.read_bytes()
         again = job(*self.options, path, *more, "--parallel", "none")
         self.assertIn("holds 2 finished epochs", again)
@@ -580,11 +579,13 @@ class TheCheckpoint(unittest.TestCase):
         self.assertEqual(path.read_bytes(), before)
 
     def test_a_job_killed_while_it_writes_a_checkpoint_ends_as_if_it_had_not_been(self):
-        self.kill_again_and_again(self.folder / "written.pt", [
+        outputs = self.kill_again_and_again(self.folder / "written.pt", [
             ("os.fsync", 1, KILL_THE_JOB),  # the first one is written, but not renamed
             ("os.fsync", 3, KILL_THE_JOB),  # the same with the second
             ("os.fsync", 4, KILL_THE_JOB),  # renamed, but the folder not flushed
         ], "--parallel", "none")
+        self.assert_same_end(outputs, "--parallel", "none")
+        self.assertEqual(list(self.folder.glob(".written.pt*")), [])
 
     def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
         text = ("def logged(self, i, original=ddp.SyntheticDataset.__getitem__):\n"
@@ -765,26 +766,30 @@ class TheJob(unittest.TestCase):
         self.assertEqual((status, status2), (0, 0), err + err2)
         self.assertEqual(digest(out), digest(out2))
 
+    @staticmethod
+    @functools.cache
+    def job_whose_rank_1_raises():
+        text = ("import atexit, torch\n"
+                "atexit.register(lambda: print('in a group:', ddp.dist.is_initialized()))\n" +
+                sabotage("ddp.make_loaders", 1, "os.write(1, b'threads %d\\n' % torch.get_num_threads())") +
+                sabotage(READ, 7, "if os.environ['RANK'] == '1': raise ValueError('sample 7 is bad')"))
+        with tempfile.TemporaryDirectory() as folder:
+            return finish(start(program(folder, text), *SMALL, OMP_NUM_THREADS=None))
+
     def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_no_process_left(self):
-        status, out, err = self.broken_job(
-            "if os.environ['RANK'] == '1': raise ValueError('sample 7 is bad')")
-        self.assertEqual(status, 1)
-        self.assertEqual(err.count("Traceback"), 1)
+        status, out, err = self.job_whose_rank_1_raises()
+        self.assertEqual((status, err.count("Traceback")), (1, 1), err)
         self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*ValueError: sample 7 is bad\n\n?$")
 
-    @unittest.skipUnless(torch.get_num_threads() > 1, "there is one core")
-    def test_the_ranks_share_the_cores_and_leave_their_group_also_after_an_error(self):
-        text = ("import atexit, torch\n"
-                "atexit.register(lambda: print('in a group:', ddp.dist.is_initialized()))\n"
-                "def broken(*args): os.write(1, b'threads %d\\n' % torch.get_num_threads()); raise ValueError\n"
-                "ddp.make_loaders = broken\n")
-        with tempfile.TemporaryDirectory() as folder:
-            process = start(program(folder, text), *SMALL, OMP_NUM_THREADS=None)
-            status, out, err = finish(process)
-        self.assertEqual(status, 1, err)
-        self.assertGreaterEqual(out.count(f"threads {torch.get_num_threads() // 2}\n"), 1, out)
-        self.assertGreaterEqual(out.count("in a group: False\n"), 2)
+    def test_the_ranks_leave_their_group_also_after_an_error(self):
+        status, out, err = self.job_whose_rank_1_raises()
+        self.assertGreaterEqual(out.count("in a group: False\n"), 2, out)
         self.assertNotIn("in a group: True", out)
+
+    @unittest.skipUnless(torch.get_num_threads() > 1, "there is one core")
+    def test_the_ranks_share_the_cores(self):
+        status, out, err = self.job_whose_rank_1_raises()
+        self.assertEqual(out.count(f"threads {torch.get_num_threads() // 2}\n"), 2, out)
 
     def test_a_rank_that_cannot_leave_its_group_ends_the_job_all_the_same(self):
         text = ("import threading\n"
@@ -854,9 +859,6 @@ class OneProcess(unittest.TestCase):
         self.assertIn("DataParallel needs GPUs", dp)
         self.assertEqual(epoch_lines(dp), epoch_lines(none))
         self.assertEqual(digest(dp), digest(none))
-
-    def test_a_single_process_is_what_one_rank_of_ddp_is(self):
-        self.assertEqual(digest(job(*SMALL, "--nproc-per-node", "1")), digest(undisturbed("--parallel", "none")))
 
     def test_several_processes_are_refused(self):
         self.assertIn("is a single process", refusal(self, "--parallel", "dp", "--nproc-per-node", "2"))
