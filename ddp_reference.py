@@ -213,8 +213,8 @@ def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False)
         last_of_window = i % accumulate == window - 1
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         # The ranks add up their gradients during backward: once a step is enough.
-        silent = isinstance(model, DistributedDataParallel) and not last_of_window
-        with model.no_sync() if silent else contextlib.nullcontext():
+        no_sync = isinstance(model, DistributedDataParallel) and not last_of_window
+        with model.no_sync() if no_sync else contextlib.nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
                 logits = model(x)
                 loss = F.cross_entropy(logits, y)

@@ -627,7 +627,9 @@ class TheCheckpoint(unittest.TestCase):
         path = self.folder / "terminated.pt"
         options = [*SMALL, "--log-interval", "1", "--checkpoint", path]
         status, out, err = self.sabotaged(
-            sabotage(READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"), *options)
+            sabotage(READ, 6, "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)") +
+            sabotage("os.fsync", 1, "import time; time.sleep(5)"),  # a slow disk: rank 1 has to stay for it
+            *options)
         self.assertEqual((status, err), (143, ""))
         self.assertIn("stopped by SIGTERM: epoch 0, sample 16 of 22", out)
         self.assert_same_end([out, job(*options)])
@@ -831,12 +833,14 @@ class TheJob(unittest.TestCase):
         self.assertRegex(err, r"FloatingPointError: the loss is not finite in epoch 0, step 2\b")
 
     def test_a_running_job_listens_on_the_loopback_address_alone_and_ctrl_c_ends_it_quietly(self):
-        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        process = start(SCRIPT, *SMALL, "--epochs", "1000000", "--num-workers", "1", MASTER_PORT=str(port))
         wait_for(process, "epoch 0")
         if sys.platform == "linux":
             addresses = self.listening(process.pid)
-            self.assertTrue(addresses)
-            self.assertEqual(addresses - {"0100007F"}, set())  # 127.0.0.1, as /proc/net/tcp writes it
+            self.assertIn(f"0100007F:{port:04X}", addresses)  # 127.0.0.1, as /proc/net/tcp writes it
+            self.assertEqual({address.split(":")[0] for address in addresses}, {"0100007F"})
         os.killpg(process.pid, signal.SIGINT)
         status, out, err = finish(process)
         self.assertEqual((status, err), (130, ""))
@@ -850,7 +854,7 @@ class TheJob(unittest.TestCase):
                     sockets |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
         rows = [line.split() for table in ("tcp", "tcp6")
                 for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]]
-        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+        return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 class OneProcess(unittest.TestCase):
