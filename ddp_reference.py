@@ -13,13 +13,13 @@ work; the command line. test_ddp_reference.py shows that each part does what its
 
 import argparse
 import contextlib
-import datetime
 import glob
 import hashlib
 import io
 import itertools
 import json
 import math
+import multiprocessing
 import operator
 import os
 import re
@@ -27,6 +27,8 @@ import signal
 import socket
 import sys
 import tarfile
+import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -198,7 +200,7 @@ def tally(loss, logits, y):
 
 
 def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
-    """Train on all that the loader gives; after each optimizer step, yield the samples read so far.
+    """Train on all that the loader gives; before each step, and after the last, yield the samples read so far.
 
     model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
     sums: float64 on the device; the tally of each batch is added to the first three. The fourth counts
@@ -207,25 +209,24 @@ def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False)
     amp: run the net under bfloat16 autocast.
     """
     model.train()
-    batches, samples = len(loader), 0
-    for i, (x, y) in enumerate(loader):
-        window = min(accumulate, batches - i // accumulate * accumulate)
-        last_of_window = i % accumulate == window - 1
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        # The ranks add up their gradients during backward: once a step is enough.
-        no_sync = isinstance(model, DistributedDataParallel) and not last_of_window
-        with model.no_sync() if no_sync else contextlib.nullcontext():
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-                logits = model(x)
-                loss = F.cross_entropy(logits, y)
-            (loss / window).backward()
-        sums[:3] += tally(loss, logits, y)
-        samples += len(x)
-        if last_of_window:
-            optimizer.step()
-            optimizer.zero_grad()
-            sums[3] += sums[0].isfinite()
-            yield samples
+    batches, samples = iter(loader), 0
+    yield samples
+    while window := list(itertools.islice(batches, accumulate)):
+        for i, (x, y) in enumerate(window, 1):
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            # The ranks add up their gradients during backward: once a step is enough.
+            no_sync = isinstance(model, DistributedDataParallel) and i < len(window)
+            with model.no_sync() if no_sync else contextlib.nullcontext():
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
+                    logits = model(x)
+                    loss = F.cross_entropy(logits, y)
+                (loss / len(window)).backward()
+            sums[:3] += tally(loss, logits, y)
+            samples += len(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        sums[3] += sums[0].isfinite()
+        yield samples
 
 
 @torch.inference_mode()
@@ -349,19 +350,33 @@ def total_over_ranks(sums, epoch):
     return totals
 
 
-def ignore_sigterm(worker):
-    """For a loader worker, where SIGTERM means a checkpoint: the worker ends with its rank."""
+def start_loader_worker(worker):
+    """In a loader worker: leave signals to its rank, and end with it, however that ends.
+
+    A worker started by a fork server is not its rank's child, so PyTorch's own watchdog does not see
+    the rank go.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def end_with_rank():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+    threading.Thread(target=end_with_rank, daemon=True).start()
 
 
 def make_loaders(args, device, rank, world_size):
     """(training loader, validation loader, the training loader's set_epoch) of one rank."""
-    # A spawned process would spawn its loader workers too, and each would import torch anew.
-    fork = args.num_workers > 0 and sys.platform == "linux"
     pin = device.type == "cuda"
+    # DDP's documentation: not fork, which copies a process with the threads of CUDA and NCCL in mid-flight.
+    # The fork server is a clean process that imports torch once; spawn would in every worker.
+    workers = dict(multiprocessing_context="forkserver", worker_init_fn=start_loader_worker,
+                   persistent_workers=True) if args.num_workers else {}
+    multiprocessing.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
+    # A generator of its own: the seeds of the loader workers differ between ranks, and drawing them leaves
+    # PyTorch's own generator, which seed_step has set, as it is.
     options = dict(batch_size=args.batch_size, num_workers=args.num_workers,
-                   persistent_workers=args.num_workers > 0, multiprocessing_context="fork" if fork else None,
-                   worker_init_fn=ignore_sigterm if args.checkpoint else None)
+                   generator=torch.Generator().manual_seed(args.seed + rank), **workers)
     share = dict(num_replicas=world_size, rank=rank)
     if args.shards:
         stream = ShardStream(args.shards, args.num_samples, seed=args.seed, **share)
@@ -389,6 +404,30 @@ def wrap(module, parallel, device):
     return nn.DataParallel(module) if parallel == "dp" and device.type == "cuda" else module
 
 
+def settle_buckets(model, dataset, device):
+    """Have DDP lay its gradients into buckets for the last time, before the first step.
+
+    After its first backward DDP rebuilds the buckets in the order in which the gradients came, and an
+    all-reduce over three or more ranks adds up in an order that depends on the place in the bucket. A
+    resumed job would begin with the first layout where the undisturbed one has long left it, and drift
+    from it in the last bit. Eval mode, so that no buffer changes; the gradients are thrown away.
+    """
+    x, y = default_collate([next(iter(dataset))])
+    model.eval()
+    F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+    model.zero_grad()
+
+
+def seed_step(seed, epoch, samples, rank):
+    """Seed PyTorch's generators for the step after `samples` samples of the epoch: about 20 microseconds.
+
+    So dropout, and augmentation without loader workers, differ between ranks and steps, and are the
+    same after resuming. What a loader worker draws from its running state is not: draw it from
+    (seed, index), as SyntheticDataset does.
+    """
+    torch.manual_seed(int(np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)[0]))
+
+
 def train(args, device, rank, world_size):
     """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
 
@@ -405,6 +444,8 @@ def train(args, device, rank, world_size):
     optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
     first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
     model = wrap(module, args.parallel, device)
+    if args.parallel == "ddp":
+        settle_buckets(model, loader.dataset, device)
 
     def say(line, end="\n"):
         if rank == 0:
@@ -437,13 +478,16 @@ def train(args, device, rank, world_size):
         sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
                             device=device)
         for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
+            samples = min(start + read * world_size, args.num_samples)
+            seed_step(args.seed, epoch, samples, rank)
+            if not read:
+                continue
             step += 1
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if step % args.log_interval and step < last_step and not due:
                 continue
             sums[4] = bool(terminated)  # rides along with the sums: all ranks see it at the same step
             loss, correct, positions, _, stop = total_over_ranks(sums, epoch)
-            samples = min(start + read * world_size, args.num_samples)
             rate = read * world_size / (time.perf_counter() - begin)
             if clear_line:
                 say(f"{clear_line}epoch {epoch} step {step}/{last_step} | loss {loss / positions:.4f} "
@@ -501,29 +545,28 @@ def worker(local_rank, args, store_address=None):
     try:
         device = local_device(local_rank)
         if store_address:
-            store = dist.TCPStore(*store_address, is_master=False, timeout=datetime.timedelta(seconds=60))
-        elif local_world_size == world_size:
+            store = dist.TCPStore(*store_address, is_master=False)
+        else:
+            store = next(dist.rendezvous("env://", rank, world_size))[0]
             # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
             # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
-            store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                                     next(dist.rendezvous("env://", rank, world_size))[0])
+            if local_world_size == world_size:
+                store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
                                 device_id=device if args.backend == "nccl" else None)
         finished = train(args, device, rank, world_size) is not None
-    except Exception as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for each dead loader worker
+    except Exception:
         # The first rank to fail says why; the others fail because it has left.
-        if store is None or store.add("failed", 1) == 1:
-            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        traceback.clear_frames(error.__traceback__)
-        signal.alarm(3)  # if leaving the group waits for ranks that wait for this one, end all the same
-        sys.exit(1)
-    finally:
-        # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the
-        # model in train()'s frame, which is gone now, or the default arguments of torch.distributed.nn, which
-        # DDP imports: hence the import above, before there is a group.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with contextlib.suppress(Exception):  # the store may have gone with the process that held it
+            if store is not None and store.add("failed", 1) > 1:
+                os._exit(1)
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        # To destroy the group now would wait for ranks that wait for this one (pytorch/torchtitan#1342).
+        os._exit(1)
+    # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the model
+    # in train()'s frame, which is gone now, or the default arguments of torch.distributed.nn, which DDP
+    # imports: hence the import above, before there is a group.
+    dist.destroy_process_group()
     if not finished:
         sys.exit(128 + signal.SIGTERM)
 
@@ -565,6 +608,8 @@ def launch(args):
     address = listener.getsockname()[:2]
     store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
+    # Else Ctrl-C and a failed rank end in a warning of semaphores that the loader workers' queues have left behind.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     # glibc reads these when a process starts. Otherwise it hands the memory of large tensors back to the
     # system after each step and faults it in again in the next: a quarter of the main job's speed on a CPU.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
@@ -584,9 +629,6 @@ def launch(args):
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    finally:
-        for process in context.processes:
-            process.kill()
     return 0
 
 
@@ -735,7 +777,7 @@ class ShardStream(IterableDataset):
         if self.resampled:
             shards = (self.shards[generator.integers(len(self.shards))] for _ in itertools.count())
             count = len(range(worker, len(self), num_workers))
-            buffer = min(self.shuffle_buffer, self.samples_per_epoch)
+            buffer = max(1, min(self.shuffle_buffer, count))
         else:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self.shards))
             shards = (self.shards[i] for i in order[self.rank::self.num_replicas][worker::num_workers])
@@ -752,7 +794,7 @@ class Remix:
     """
 
     def __init__(self, loader, batch_size, buffer, drop_last=False, pin_memory=False):
-        self.loader, self.batch_size, self.buffer = loader, batch_size, buffer
+        self.loader, self.dataset, self.batch_size, self.buffer = loader, loader.dataset, batch_size, buffer
         self.drop_last, self.pin_memory = drop_last, pin_memory
 
     def __len__(self):
@@ -762,7 +804,9 @@ class Remix:
     def __iter__(self):
         stream = self.loader.dataset
         generator = np.random.default_rng((stream.seed, *stream.place.tolist(), stream.rank))
-        pairs = shuffled((pair for x, y in self.loader for pair in zip(x, y)), self.buffer, generator)
+        # Copies: a view would keep its whole batch in the shared memory through which the worker sent it.
+        pairs = ((x.clone(), y.clone()) for batch in self.loader for x, y in zip(*batch))
+        pairs = shuffled(pairs, self.buffer, generator)
         for _ in range(len(self)):
             x, y = default_collate(list(itertools.islice(pairs, self.batch_size)))
             yield (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
@@ -956,6 +1000,11 @@ examples:
 def parse_args(argv=None):
     """The command line; what it leaves open is decided, what cannot work is refused, before any process starts."""
     args, gpus = make_parser().parse_args(argv), torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's warning says the same in several lines
+        if gpus and not torch.cuda.is_available():
+            refuse(f"this machine has {gpus} GPU(s), but CUDA cannot start: mend the driver (does nvidia-smi run?), "
+                   "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)")
     if args.parallel != "ddp":
         if under_torchrun() or (args.nproc_per_node or 1) > 1:
             refuse(f"--parallel {args.parallel} is a single process")
@@ -973,10 +1022,14 @@ def parse_args(argv=None):
         world_size = int(os.environ["WORLD_SIZE"])
     else:
         args.nproc_per_node = world_size = args.nproc_per_node or gpus or 2
-    args.backend = args.backend or ("nccl" if args.nproc_per_node <= gpus else "gloo")
-    if args.backend == "nccl" and args.nproc_per_node > gpus:
+    # Some launchers show each process one GPU, its own. (Several torchrun processes that share one: --backend gloo.)
+    gpu_each = args.nproc_per_node <= gpus or gpus == 1 and under_torchrun()
+    args.backend = args.backend or ("nccl" if gpu_each else "gloo")
+    if args.backend == "nccl" and not gpu_each:
         refuse(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
                f"use --backend gloo" + (", which lets them share" if gpus else ""))
+    if args.amp and args.parallel == "dp":
+        refuse("--amp needs --parallel ddp: DataParallel's threads would run the net in float16, not bfloat16")
     if args.sync_bn and (not gpus or args.parallel != "ddp"):
         refuse("--sync-bn needs GPUs and --parallel ddp: PyTorch's SyncBatchNorm runs on nothing else")
 
@@ -998,8 +1051,10 @@ def parse_args(argv=None):
 
     if args.checkpoint:
         folder = os.path.dirname(os.path.realpath(args.checkpoint))
-        if not os.access(folder, os.W_OK | os.X_OK):
-            refuse(f"--checkpoint {args.checkpoint}: {folder} does not exist or cannot be written")
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            refuse(f"--checkpoint {args.checkpoint}: cannot create a file in {folder}: {error.strerror}")
         try:
             load_checkpoint(args.checkpoint, args.job, ConvNet())
         except ValueError as error:
