@@ -1,112 +1,123 @@
 """Data-parallel training with PyTorch in one file: a reference to run, to copy from and to read.
 
-    bash run.sh                                  # a process per GPU (NCCL); without a GPU two (gloo)
-    python ddp_reference.py --nproc-per-node 4   # the same without run.sh, on four processes
+    bash run.sh                      # train: a process per GPU (NCCL), or two on the CPU (gloo)
+    bash run.sh cases                # which samples each rank reads; --num-samples N: in a case of your own
+    bash run.sh write-shards DIR     # the synthetic dataset as tar shards
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
-    torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 \\
-             --nproc-per-node=8 ddp_reference.py # on the first of two machines; on the other --node-rank=1
+    torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 ddp_reference.py
 
-From top to bottom: which samples a rank reads, what a sample is, the net, training and evaluation,
-checkpoints, one process of the job, the launch; beside this core tar shards and the sampler shown at
-work; the command line. test_ddp_reference.py shows that each part does what its docstring says.
+Each line that is there because the job is several processes ends in `# DDP`.
 """
 
-import argparse
-import contextlib
-import glob
-import hashlib
-import io
-import itertools
-import json
-import math
-import multiprocessing
-import operator
-import os
-import re
-import signal
-import socket
-import sys
-import tarfile
-import tempfile
-import threading
-import time
-import traceback
-import warnings
+import argparse, contextlib, functools, glob, hashlib, io, itertools, json, math, os, re, signal, sys
+import tarfile, tempfile, threading, time, traceback, warnings
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before any group exists: see the end of worker()
+import torch.distributed.nn  # before there is a group: see the end of worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate,
-                              get_worker_info)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 
-# Which samples a rank reads
+# ---- Your task: the data and the net ----
+class SyntheticDataset(Dataset):
+    """`num_samples` random signals with a label at every position.
+
+    Item i is (x, y): x float32 (3, length), standard normal; y int64 (length,), the channel of x with the
+    largest sum over the position and its two neighbours. It depends on (seed, i) alone: from NumPy's
+    global generator all loader workers would draw the same (pytorch/pytorch#5059).
+    """
+
+    def __init__(self, num_samples=100, length=10000, seed=0):
+        self.num_samples, self.length, self.seed = num_samples, length, seed
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} is outside [0, {self.num_samples})")
+        generator = np.random.default_rng((self.seed, index))
+        x = generator.standard_normal((3, self.length), dtype=np.float32)
+        moving_sum = x.copy()
+        moving_sum[:, 1:] += x[:, :-1]
+        moving_sum[:, :-1] += x[:, 1:]
+        return torch.from_numpy(x), torch.from_numpy(moving_sum.argmax(axis=0))
 
 
+class ConvNet(nn.Module):
+    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
+
+    def __init__(self, num_classes=3):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv1d(3, 16, 3, padding=1), nn.BatchNorm1d(16)
+        self.conv2, self.bn2 = nn.Conv1d(16, 32, 3, padding=1), nn.BatchNorm1d(32)
+        self.conv3, self.bn3 = nn.Conv1d(32, num_classes, 3, padding=1), nn.BatchNorm1d(num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))  # no ReLU: cross entropy takes logits of either sign
+
+
+def make_task(args):
+    """What to train: (training data, validation data, net). The one function to change for your own.
+
+    All processes call it after torch.manual_seed(args.seed), so they begin with the same net: any that
+    F.cross_entropy(module(x), y) can train. The data are map-style datasets of (x, y), split by the sampler
+    below, or an IterableDataset that splits itself by rank and loader worker, with len() (samples of this
+    rank) and set_epoch(epoch, start), as ShardStream does, further down.
+    """
+    if args.shards:
+        return (ShardStream(args.shards, args.samples_per_epoch, seed=args.seed),
+                ShardStream(args.val_shards, resampled=False), ConvNet())
+    return (SyntheticDataset(args.num_samples, args.length, args.seed),
+            SyntheticDataset(25, args.length, args.seed + 1), ConvNet())
+
+
+# ---- Which samples a rank reads ----
 class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
-    The epoch's order is a permutation of the data set that depends on (seed, epoch) alone, so every
-    rank works out the same one and they need not talk. The ranks read it in stripes: rank r takes the
-    positions r, r + W, r + 2W, ... (W = num_replicas). So after k samples on each rank exactly the
-    first k * W positions are gone, whatever W is: one number, `start`, says how far all ranks
-    together have come, and any number of ranks can go on from there.
+    The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all ranks know
+    it. Of W ranks, rank r reads its positions r, r + W, r + 2W, ... So after k samples on each rank exactly
+    the first k * W positions have been read: one number, `start`, says how far the job has come, and any
+    number of ranks can go on from there.
 
-    A drop-in for torch.utils.data.distributed.DistributedSampler: the same arguments, attributes and
-    indices. Beyond it: `pad`, `start`, a warning where set_epoch was forgotten, and 4 bytes a sample
-    where torch holds a list of Python ints (pytorch/pytorch#45427).
+    A drop-in for torch.utils.data.distributed.DistributedSampler: same arguments, attributes and indices, but
+    4 bytes a sample where torch holds a list of Python ints (pytorch/pytorch#45427).
 
-    dataset: anything with a length; only the length is used.
-    num_replicas, rank: default to those of the process group.
-    shuffle: a new order each epoch, from seed + epoch; otherwise 0, 1, 2, ...
-    drop_last: leave out the last samples of the order that not every rank can have one of.
-    pad: otherwise repeat samples from the start of the order until all ranks have equally many, which
-        training needs: every step is a collective. With pad=False and drop_last=False each sample is
-        read exactly once over all ranks, and some ranks read one less: for evaluation
-        (pytorch/pytorch#25162).
+    drop_last: leave out the last samples of the order if there is not one for every rank.
+    pad: otherwise repeat samples from the start of the order until all ranks have equally many, as training
+        needs: every step is a collective. With pad=False and drop_last=False each sample is read exactly once
+        and some ranks read one less: for evaluation (pytorch/pytorch#25162).
 
-    After each set_epoch, num_samples (also len()) is how many indices this rank gets, total_size how
-    many all ranks get. Raises ValueError for a number out of range, TypeError for a data set without
-    a length.
+    Raises ValueError for a number out of range, TypeError for a dataset without a length.
     """
 
     def __init__(self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False,
                  *, pad=True):
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas is {num_replicas}, but must be at least 1")
         if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank is {rank}, but must be in [0, {num_replicas})")
-        try:
-            len(dataset)
-        except TypeError:
-            raise TypeError(f"{type(dataset).__name__} has no length, so its samples cannot be dealt out "
-                            "by index: stream it, as an IterableDataset that splits itself by rank") from None
+            raise ValueError(f"rank is {rank}, but must be in [0, num_replicas), here [0, {num_replicas})")
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
         self.set_epoch(0)
 
     def set_epoch(self, epoch, start=0):
-        """Choose the epoch's order; call it before each epoch.
-
-        start: how many samples of this order all ranks together have already read. Iteration goes on
-        behind them, striped anew over the present num_replicas.
-        """
+        """Choose the epoch's order, without its first `start` samples, which the job has already read."""
         if not 0 <= start <= len(self.dataset):
             raise ValueError(f"start is {start}, but must be in [0, {len(self.dataset)}]")
-        remaining = len(self.dataset) - start
+        self.total_size = len(self.dataset) - start
         if self.drop_last:
-            self.total_size = remaining // self.num_replicas * self.num_replicas
+            self.total_size -= self.total_size % self.num_replicas
         elif self.pad:
-            self.total_size = math.ceil(remaining / self.num_replicas) * self.num_replicas
-        else:
-            self.total_size = remaining
+            self.total_size += -self.total_size % self.num_replicas
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
         self.epoch, self.start, self._passes = epoch, start, 0
 
@@ -133,132 +144,64 @@ class DistributedSampler(Sampler):
         return itertools.chain(itertools.chain.from_iterable(chunks), padding)
 
 
-# What a sample is
+# ---- A step, evaluation, checkpoints ----
+def batch_sums(loss, logits, y):
+    """float64 (3,) on the device: of one batch the sum of the losses, the correct labels, the labels."""
+    labels = loss.new_full((), y.numel(), dtype=torch.float64)
+    return torch.stack([loss.detach() * labels, (logits.argmax(dim=1) == y).sum(), labels])
 
 
-class SyntheticDataset(Dataset):
-    """`num_samples` random signals with a label at every position.
-
-    Item i is (x, y): x float32 (3, length), standard normal; y int64 (length,) in {0, 1, 2}, the
-    channel of x whose sum over the position and its two neighbours is largest (outside the signal
-    x is 0), which a convolution of width 3 can learn.
-
-    An item depends on (seed, i) alone, so it is the same on every rank, in every loader worker and
-    in any order. Drawing from NumPy's global generator instead gives every worker the same numbers:
-    each is a copy of one process (pytorch/pytorch#5059).
-    """
-
-    def __init__(self, num_samples=100, length=10000, seed=0):
-        self.num_samples, self.length, self.seed = num_samples, length, seed
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} is outside [0, {self.num_samples})")
-        generator = np.random.default_rng((self.seed, index))
-        x = generator.standard_normal((3, self.length), dtype=np.float32)
-        moving_sum = x.copy()
-        moving_sum[:, 1:] += x[:, :-1]
-        moving_sum[:, :-1] += x[:, 1:]
-        return torch.from_numpy(x), torch.from_numpy(moving_sum.argmax(axis=0))
-
-
-# The net
-
-
-class ConvNet(nn.Module):
-    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
-
-    def __init__(self, num_classes=3):
-        super().__init__()
-        self.conv1 = nn.Conv1d(3, 16, kernel_size=3, padding=1)
-        self.bn1 = nn.BatchNorm1d(16)
-        self.conv2 = nn.Conv1d(16, 32, kernel_size=3, padding=1)
-        self.bn2 = nn.BatchNorm1d(32)
-        self.conv3 = nn.Conv1d(32, num_classes, kernel_size=3, padding=1)
-        self.bn3 = nn.BatchNorm1d(num_classes)
-
-    def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return self.bn3(self.conv3(x))  # no ReLU: cross entropy takes logits of either sign
-
-
-# Training and evaluation
-
-
-def tally(loss, logits, y):
-    """float64 (3,) on the device: sum of the losses, correct positions, positions of one batch.
-
-    Sums, because sums can be added up over batches and ranks of any size; means can't. And a tensor,
-    because .item() would make the host wait for the device in every step.
-    """
-    positions = loss.new_full((), y.numel(), dtype=torch.float64)
-    return torch.stack([loss.detach() * positions, (logits.max(dim=1).indices == y).sum(), positions])
+def all_reduce_sums(sums):
+    """The batch_sums of all ranks, added up, as numbers. (Means over batches cannot be added up.)"""
+    sums = sums.clone()
+    if dist.is_initialized():
+        dist.all_reduce(sums)  # DDP: all-reduce
+    return sums.tolist()
 
 
 def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
-    """Train on all that the loader gives; before each step, and after the last, yield the samples read so far.
+    """Train on all that the loader gives; yield the samples read so far, before each step and after the last.
 
     model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
-    sums: float64 on the device; the tally of each batch is added to the first three. The fourth counts
-        the steps until the sum of the losses stopped being finite.
-    accumulate: batches a step. Its gradient is the mean over them, also in the last, shorter window.
-    amp: run the net under bfloat16 autocast.
+    sums: float64 (3,) on the device, to which the batch_sums are added; .item() would wait for the GPU.
+    accumulate: micro-batches in a step; its gradient is their mean, also in the last, shorter one.
     """
     model.train()
     batches, samples = iter(loader), 0
     yield samples
-    while window := list(itertools.islice(batches, accumulate)):
-        for i, (x, y) in enumerate(window, 1):
+    while micro_batches := list(itertools.islice(batches, accumulate)):
+        for i, (x, y) in enumerate(micro_batches, 1):
             x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-            # The ranks add up their gradients during backward: once a step is enough.
-            no_sync = isinstance(model, DistributedDataParallel) and i < len(window)
-            with model.no_sync() if no_sync else contextlib.nullcontext():
+            no_sync = isinstance(model, DistributedDataParallel) and i < len(micro_batches)
+            with model.no_sync() if no_sync else contextlib.nullcontext():  # DDP: one all-reduce a step
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-                    logits = model(x)
+                    logits = model(x)  # DDP: broadcast of rank 0's buffers
                     loss = F.cross_entropy(logits, y)
-                (loss / len(window)).backward()
-            sums[:3] += tally(loss, logits, y)
+                (loss / len(micro_batches)).backward()  # DDP: all-reduce of the gradients
+            sums += batch_sums(loss, logits, y)
             samples += len(x)
         optimizer.step()
         optimizer.zero_grad()
-        sums[3] += sums[0].isfinite()
         yield samples
 
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    """(loss, accuracy) over all that the loaders of all ranks give, the same on every rank.
-
-    Sums are reduced, not means, so with a sampler that neither pads nor drops the result does not
-    depend on the number of ranks. Leaves the model in eval mode.
-    """
-    # The bare module: the wrapper's first forward broadcasts the buffers, and a rank without a batch
-    # would not join in.
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    model.eval()
+    """(loss, accuracy) over the loaders of all ranks, however many; leaves the model in eval mode."""
+    # Not the wrapper, whose forward broadcasts buffers: a rank without a batch would not take part.
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for x, y in loader:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        logits = model(x)
-        sums += tally(F.cross_entropy(logits, y), logits, y)
-    loss, correct, positions = sum_over_ranks(sums)
-    return loss / positions, correct / positions
-
-
-def sum_over_ranks(values):
-    """The sum of a tensor (n,) over all ranks, as a list of numbers. The host waits for the device."""
-    values = values.clone()
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    return values.tolist()
+        logits = module(x)
+        sums += batch_sums(F.cross_entropy(logits, y), logits, y)
+    loss_sum, correct, labels = all_reduce_sums(sums)
+    return loss_sum / labels, correct / labels
 
 
 def digest(module):
-    """SHA-256 over all parameters and buffers: equal digests, equal models."""
+    """SHA-256 over all parameters and buffers: equal digests, equal modules."""
     sha256 = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         sha256.update(name.encode())
@@ -266,577 +209,324 @@ def digest(module):
     return sha256.hexdigest()
 
 
-# Checkpoints
+class InputError(ValueError):
+    """Input that cannot work. It ends the job with one line on stderr and status 2."""
 
 
 def save_checkpoint(path, state):
-    """Write a checkpoint so that at every moment `path` is either the old one or the new one, whole.
-
-    Raises if it cannot be written, and the old one is intact.
-    """
+    """Write a checkpoint. At every moment, `path` is the old one or the new one, complete."""
     folder, name = os.path.split(os.path.realpath(path))
-    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is reused
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
-        os.replace(temporary, os.path.join(folder, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is written over
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
+    os.replace(temporary, os.path.join(folder, name))
     directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # and now the name
-    finally:
-        os.close(directory)
+    os.fsync(directory)  # and now the name
+    os.close(directory)
 
 
-def load_checkpoint(path, job, module):
-    """The state that save_checkpoint wrote, its tensors on the CPU; None if there is no file.
+def resume(path, job, module, optimizer, device):
+    """Load the checkpoint at path, if there is one: (epoch, samples of it already read, their batch_sums).
 
-    job: a dict of what has to be the same to go on.  module: so have its parameters' shapes.
-    Raises ValueError, naming the file and what is wrong with it.
+    job: a dict of what must be the same to go on. Raises InputError, naming what is wrong with the file.
     """
-    def identity(job, module_state):
-        return job | {name: list(tensor.shape) for name, tensor in module_state.items()}
-    try:
-        # Without map_location every rank loads onto rank 0's GPU. From the CPU load_state_dict moves all to
-        # this rank's device but Adam's step counters, which on a GPU would make each step wait for it.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = identity(state["job"], state["module"])
-    except FileNotFoundError:
-        return None
-    except (IsADirectoryError, PermissionError) as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # which one a damaged file raises depends on where the damage is
-        raise ValueError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
-    here = identity(job, module.state_dict())
-    for name in here | saved:
-        if here.get(name) != saved.get(name):
-            raise ValueError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
-                             f"but here it is {here.get(name)}")
-    return state
-
-
-def resume(args, device, module, optimizer):
-    """Load the job's checkpoint, if there is one: (epoch, samples of it already read, their sums)."""
-    epoch, samples, sums = 0, 0, [0, 0, 0]
-    if args.checkpoint and (state := load_checkpoint(args.checkpoint, args.job, module)):
+    state = dict(epoch=0, samples=0, sums=[0.0, 0.0, 0.0])
+    if path and os.path.exists(path):
+        try:
+            # To the CPU: without map_location all ranks load onto rank 0's GPU; on its own each would keep
+            # Adam's step counters there, and wait for them in every step.
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            saved = state["job"]
+        except Exception as error:  # which one a damaged file raises depends on where the damage is
+            raise InputError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
+        for name in job | saved:
+            if job.get(name) != saved.get(name):
+                raise InputError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
+                                 f"but here it is {job.get(name)}")
         module.load_state_dict(state["module"])
+        for group, saved_group in zip(optimizer.param_groups, state["optimizer"]["param_groups"]):
+            saved_group["lr"] = group["lr"]  # as the command line says now
         optimizer.load_state_dict(state["optimizer"])
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr  # as the command line says now, not as it said then
-        epoch, samples, sums = state["epoch"], state["samples"], state["sums"]
-    # No rank goes on before all have loaded, nor from elsewhere than the others.
-    total = sum_over_ranks(torch.tensor([epoch, samples, 1], dtype=torch.float64, device=device))
-    if total != [total[2] * epoch, total[2] * samples, total[2]]:
-        raise RuntimeError(f"the ranks find different checkpoints: {args.checkpoint} must be one file for all")
-    return epoch, samples, sums
+    place = [state["epoch"], state["samples"]]
+    *totals, ranks = all_reduce_sums(torch.tensor([*place, 1], dtype=torch.float64, device=device))
+    if totals != [ranks * number for number in place]:
+        raise InputError(f"the ranks find different checkpoints: {path} must be one file for all")
+    return *place, state["sums"]
 
 
-# One process of the job
-
-
-def total_over_ranks(sums, epoch):
-    """The sums of train_steps over all ranks, as a list. Raises FloatingPointError if the loss is not finite."""
-    totals = sum_over_ranks(sums)
-    if not math.isfinite(totals[0]):
-        steps = sums[3].clone()  # of the rank where it began: the others follow, by the shared gradient
-        if dist.is_initialized():
-            dist.all_reduce(steps, dist.ReduceOp.MIN)
-        raise FloatingPointError(f"the loss is not finite in epoch {epoch}, step {int(steps) + 1}: lower --lr?")
-    return totals
-
-
-def start_loader_worker(worker):
-    """In a loader worker: leave signals to its rank, and end with it, however that ends.
-
-    A worker started by a fork server is not its rank's child, so PyTorch's own watchdog does not see
-    the rank go.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def end_with_rank():
-        multiprocessing.parent_process().join()
+# ---- The training loop ----
+def end_with_rank(worker_id):
+    """In a loader worker: end when the rank ends. PyTorch's watchdog sees only the fork server."""
+    def wait():
+        mp.parent_process().join()
         os._exit(1)
-    threading.Thread(target=end_with_rank, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def make_loaders(args, device, rank, world_size):
-    """(training loader, validation loader, the training loader's set_epoch) of one rank."""
-    pin = device.type == "cuda"
-    # DDP's documentation: not fork, which copies a process with the threads of CUDA and NCCL in mid-flight.
-    # The fork server is a clean process that imports torch once; spawn would in every worker.
-    workers = dict(multiprocessing_context="forkserver", worker_init_fn=start_loader_worker,
-                   persistent_workers=True) if args.num_workers else {}
-    multiprocessing.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
-    # A generator of its own: the seeds of the loader workers differ between ranks, and drawing them leaves
-    # PyTorch's own generator, which seed_step has set, as it is.
-    options = dict(batch_size=args.batch_size, num_workers=args.num_workers,
-                   generator=torch.Generator().manual_seed(args.seed + rank), **workers)
-    share = dict(num_replicas=world_size, rank=rank)
-    if args.shards:
-        stream = ShardStream(args.shards, args.num_samples, seed=args.seed, **share)
-        loader = Remix(DataLoader(stream, **options), args.batch_size, max(1, 4 * args.batch_size * args.num_workers),
-                       args.drop_last, pin)
-        val_stream = ShardStream(args.val_shards, None, resampled=False, shuffle_buffer=1, **share)
-        return loader, DataLoader(val_stream, pin_memory=pin, **options), stream.set_epoch
-    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=args.drop_last, **share)
-    val_sampler = DistributedSampler(val_set, shuffle=False, pad=False, **share)
-    loader = DataLoader(train_set, sampler=sampler, drop_last=args.drop_last, pin_memory=pin, **options)
-    return loader, DataLoader(val_set, sampler=val_sampler, pin_memory=pin, **options), sampler.set_epoch
-
-
-def wrap(module, parallel, device):
-    """The module under DistributedDataParallel ("ddp"), nn.DataParallel ("dp", on GPUs) or nothing.
-
-    Under the first, BatchNorm normalises each rank's batch by its own statistics (SyncBatchNorm: by
-    those of all); the running ones are rank 0's, which the wrapper broadcasts before a step.
-    """
-    if parallel == "ddp":
-        return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None,
-                                       gradient_as_bucket_view=True)
-    return nn.DataParallel(module) if parallel == "dp" and device.type == "cuda" else module
+def make_loader(dataset, device, args, drop_last=False, **sampling):
+    """(this rank's loader of a dataset, the object whose set_epoch says what it reads)."""
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP
+    # The loader workers of two ranks draw different numbers, and what seed_step has set is not drawn from.
+    options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
+    if args.num_workers:
+        # Not fork, says DDP's documentation: threads of CUDA and NCCL run already, and may hold locks. A fork
+        # server is a clean process that imports torch once; with spawn every worker does.
+        mp.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
+        options |= dict(multiprocessing_context="forkserver", worker_init_fn=end_with_rank)
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
+                        drop_last=drop_last, pin_memory=device.type == "cuda", **options)
+    return loader, dataset if sampler is None else sampler
 
 
 def settle_buckets(model, dataset, device):
-    """Have DDP lay its gradients into buckets for the last time, before the first step.
+    """Have DDP lay out its gradient buckets for good, before the first step; eval mode changes no buffer.
 
-    After its first backward DDP rebuilds the buckets in the order in which the gradients came, and an
-    all-reduce over three or more ranks adds up in an order that depends on the place in the bucket. A
-    resumed job would begin with the first layout where the undisturbed one has long left it, and drift
-    from it in the last bit. Eval mode, so that no buffer changes; the gradients are thrown away.
+    It does so after its first backward, by the order in which gradients came, and the layout decides in which
+    order three or more ranks are added up: a job resumed with the first layout would drift in the last bit.
     """
     x, y = default_collate([next(iter(dataset))])
     model.eval()
-    F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+    F.cross_entropy(model(x.to(device)), y.to(device)).backward()  # DDP: all-reduce
     model.zero_grad()
 
 
 def seed_step(seed, epoch, samples, rank):
-    """Seed PyTorch's generators for the step after `samples` samples of the epoch: about 20 microseconds.
+    """Seed PyTorch for the step after `samples` samples of the epoch, in a tenth of a millisecond.
 
-    So dropout, and augmentation without loader workers, differ between ranks and steps, and are the
-    same after resuming. What a loader worker draws from its running state is not: draw it from
-    (seed, index), as SyntheticDataset does.
+    So dropout and augmentation differ between ranks and steps, and repeat after resuming. But not what loader
+    workers draw: draw it from (seed, index), as SyntheticDataset does.
     """
-    torch.manual_seed(int(np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)[0]))
+    state = np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0]))
 
 
-def train(args, device, rank, world_size):
-    """What a single process would do, and what makes it one of `world_size`: train, evaluate, report.
-
-    Returns the trained module, or None if SIGTERM ended the training early.
-    """
-    terminated = []
-    if args.checkpoint:
-        signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
-    loader, val_loader, set_epoch = make_loaders(args, device, rank, world_size)
+def train(args, device):
+    """One rank's part of the job: task, sampler, wrapper, resume; then train, evaluate, report, save."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None  # DDP: rank 0 prints
     torch.manual_seed(args.seed)
-    module = ConvNet().to(device)
+    train_set, val_set, module = make_task(args)
+    loader, sampler = make_loader(train_set, device, args, args.drop_last)
+    val_loader, _ = make_loader(val_set, device, args, shuffle=False, pad=False)
+    if not len(loader):
+        raise InputError("there is nothing to train on: no rank has enough samples for a batch")
+    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # of an epoch, on all ranks
+    module.to(device)
     if args.sync_bn:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # DDP: all-gather of batch statistics
     optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
-    first_epoch, samples, saved_sums = resume(args, device, module, optimizer)
-    model = wrap(module, args.parallel, device)
-    if args.parallel == "ddp":
-        settle_buckets(model, loader.dataset, device)
-
-    def say(line, end="\n"):
-        if rank == 0:
-            print(line, end=end, flush=True)
+    job = {"seed": args.seed, "length": args.length, "samples": args.samples_per_epoch or num_samples}
+    job |= {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    first_epoch, samples, saved_sums = resume(args.checkpoint, job, module, optimizer, device)
+    if args.parallel == "dp":
+        model = nn.DataParallel(module)
+    else:  # BatchNorm normalises a rank's batch by its own statistics; the running ones are rank 0's
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: the wrapper
+    settle_buckets(model, train_set, device)  # DDP: the layout of its buckets
 
     def save(epoch, samples, sums):
-        if rank == 0 and args.checkpoint:
-            if not all(tensor.isfinite().all() for tensor in module.state_dict().values()):
-                raise FloatingPointError(f"the net is not finite in epoch {epoch}, after sample {samples}")
-            save_checkpoint(args.checkpoint, dict(
-                job=args.job, module=module.state_dict(), optimizer=optimizer.state_dict(),
-                epoch=epoch, samples=samples, sums=sums))
+        if not all(tensor.isfinite().all() for tensor in [torch.tensor(sums), *module.state_dict().values()]):
+            raise FloatingPointError(f"before epoch {epoch}, sample {samples}: loss or net not finite")
+        if rank == 0 and args.checkpoint:  # DDP: rank 0 saves
+            states = dict(module=module.state_dict(), optimizer=optimizer.state_dict())
+            save_checkpoint(args.checkpoint, dict(job=job, epoch=epoch, samples=samples, sums=sums, **states))
 
-    backend = args.backend if args.parallel == "ddp" else f"parallel {args.parallel}"
-    say(f"{backend}, world size {world_size}, {device.type}, torch {torch.__version__}")
-    if args.parallel == "dp" and model is module:
-        say("DataParallel needs GPUs: this is the bare net in one process")
-    if first_epoch >= args.epochs:
-        say(f"{args.checkpoint} holds {first_epoch} finished epochs, --epochs is {args.epochs}: nothing to do")
-    elif first_epoch or samples:
-        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {args.num_samples}")
-    clear_line = "\r\033[K" if sys.stdout.isatty() else ""
+    say(args.backend if args.parallel == "ddp" else "parallel dp", f"world size {world_size}", device.type,
+        f"torch {torch.__version__}", sep=", ")
+    if first_epoch or samples:
+        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {num_samples}")
     for epoch in range(first_epoch, args.epochs):
-        start, read, begin, rate = samples, 0, time.perf_counter(), 0.0
-        set_epoch(epoch, start)
-        step = math.ceil(start / (args.batch_size * world_size * args.accumulate))
-        last_step = step + math.ceil(len(loader) / args.accumulate)
-        loss, correct, positions = saved_sums
-        # Loss, correct positions, positions, finite steps (see train_steps), whether SIGTERM has come.
-        sums = torch.tensor([*(saved_sums if rank == 0 else [0, 0, 0]), step, 0], dtype=torch.float64,
-                            device=device)
-        for read in train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp):
-            samples = min(start + read * world_size, args.num_samples)
-            seed_step(args.seed, epoch, samples, rank)
-            if not read:
-                continue
-            step += 1
-            due = args.checkpoint_every and step % args.checkpoint_every == 0
-            if step % args.log_interval and step < last_step and not due:
-                continue
-            sums[4] = bool(terminated)  # rides along with the sums: all ranks see it at the same step
-            loss, correct, positions, _, stop = total_over_ranks(sums, epoch)
+        sampler.set_epoch(epoch, samples)  # DDP: a new order, the same on every rank
+        sums = torch.tensor(saved_sums, dtype=torch.float64, device=device) * (rank == 0)
+        start, begin = samples, time.perf_counter()
+        first_step = math.ceil(start / (args.batch_size * args.accumulate * world_size))
+        last_step = first_step + math.ceil(len(loader) / args.accumulate)
+        steps = train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp)
+        for step, read in enumerate(steps, first_step):
+            samples = min(start + read * world_size, num_samples)
+            seed_step(args.seed, epoch, samples, rank)  # DDP: random numbers of its own
             rate = read * world_size / (time.perf_counter() - begin)
-            if clear_line:
-                say(f"{clear_line}epoch {epoch} step {step}/{last_step} | loss {loss / positions:.4f} "
-                    f"accuracy {correct / positions:.3f} | {rate:.1f} samples/s", end="")
-            if due or stop:
-                save(epoch, samples, [loss, correct, positions])
-            if stop:
-                say(f"{clear_line}stopped by SIGTERM: epoch {epoch}, sample {samples} of {args.num_samples}")
-                sum_over_ranks(sums)  # stay until rank 0 has written: the first to leave ends the job
-                return None
-        if args.parallel == "ddp":
-            for buffer in module.buffers():  # all ranks evaluate, and digest, rank 0's running statistics
-                dist.broadcast(buffer, src=0)
-        val_loss, val_accuracy = evaluate(model, val_loader, device)
-        if not math.isfinite(val_loss):
-            raise FloatingPointError(f"the validation loss is not finite after epoch {epoch}: lower --lr?")
-        say(f"{clear_line}epoch {epoch} | loss {loss / positions:.4f} accuracy {correct / positions:.3f} | "
+            if sys.stdout.isatty():
+                say(f"epoch {epoch} step {step}/{last_step} | {rate:.1f} samples/s", end="  \r")
+            if read and args.checkpoint_every and step % args.checkpoint_every == 0:
+                save(epoch, samples, all_reduce_sums(sums))
+        loss_sum, correct, labels = all_reduce_sums(sums)
+        rate = read * world_size / (time.perf_counter() - begin)
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: broadcast; all evaluate rank 0's running statistics
+        val_loss, val_accuracy = evaluate(module, val_loader, device)
+        say(f"epoch {epoch} | loss {loss_sum / labels:.4f} accuracy {correct / labels:.3f} | "
             f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
-        samples, saved_sums = 0, [0, 0, 0]
+        samples, saved_sums = 0, [0.0] * 3
         save(epoch + 1, samples, saved_sums)
     say(f"parameters sha256 {digest(module)}")
-    return module
 
 
-def local_device(local_rank):
-    """The local_rank-th GPU of this machine, or the CPU. The global rank counts over all machines."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def worker(local_rank, args, store_address=None):
-    """One process of the job: its threads, its device, its process group; then train.
-
-    local_rank: which process of this machine it is; torchrun gives the other numbers in the environment.
-    store_address: (host, port) of the TCPStore through which the ranks find each other, where the
-        parent holds one; without it, they are found as torchrun says.
-    """
-    # Ctrl-C reaches every process of the job: end at once, without a traceback. (launch() has blocked it.)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if store_address:
-        os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(args.nproc_per_node),
-                          LOCAL_WORLD_SIZE=str(args.nproc_per_node))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local_world_size == world_size:  # one machine: listen on nothing but the loopback address
+# ---- One process of the job, and the launch ----
+def worker(local_rank, args, init_method="env://"):
+    """One process of the job, the local_rank-th of this machine: device, process group, then train()."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
+    rank, world_size = local_rank, args.nproc_per_node
+    if "RANK" in os.environ:  # under torchrun
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.nproc_per_node == world_size:  # one machine: listen on nothing but the loopback address
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1; without it each process takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
-    store = None
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     try:
-        device = local_device(local_rank)
-        if store_address:
-            store = dist.TCPStore(*store_address, is_master=False)
-        else:
-            store = next(dist.rendezvous("env://", rank, world_size))[0]
+        device = torch.device("cpu")
+        if torch.cuda.is_available():  # by the local rank: the global one counts over all machines
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size))
+        if args.nproc_per_node == world_size:
             # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
             # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
-            if local_world_size == world_size:
-                store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,
+            store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,  # DDP: join
                                 device_id=device if args.backend == "nccl" else None)
-        finished = train(args, device, rank, world_size) is not None
-    except Exception:
-        # The first rank to fail says why; the others fail because it has left.
-        with contextlib.suppress(Exception):  # the store may have gone with the process that held it
-            if store is not None and store.add("failed", 1) > 1:
-                os._exit(1)
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        # To destroy the group now would wait for ranks that wait for this one (pytorch/torchtitan#1342).
-        os._exit(1)
-    # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the model
-    # in train()'s frame, which is gone now, or the default arguments of torch.distributed.nn, which DDP
-    # imports: hence the import above, before there is a group.
-    dist.destroy_process_group()
-    if not finished:
-        sys.exit(128 + signal.SIGTERM)
-
-
-# The launch
-
-
-def under_torchrun():
-    """Whether a launcher has started this process as one rank of a job."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-
-
-def refuse(message):
-    """Bad input: one line on stderr, exit status 2."""
-    print(f"ddp_reference.py: {message}", file=sys.stderr)
-    sys.exit(2)
+        train(args, device)
+    except Exception as error:
+        status, message = 1, f"rank {rank} failed:\n{traceback.format_exc()}"
+        if isinstance(error, InputError):
+            status, message = 2, f"ddp_reference.py: error: {error}"
+        with contextlib.suppress(Exception):  # there may be no store, or no longer
+            if store.add("failed", 1) > 1:  # the first rank to fail says why; the others fail because it left
+                time.sleep(1)
+                os._exit(status)
+        print(message, file=sys.stderr, flush=True)
+        # Destroying the group now could wait for ranks that wait for this one (pytorch/torchtitan#1342).
+        os._exit(status)
+    # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the model in
+    # train's frame, gone by now, or default arguments of torch.distributed.nn: hence its import at the top.
+    dist.destroy_process_group()  # DDP: leave
 
 
 def launch(args):
-    """Start the job's processes and wait for them, or be one, where torchrun has started this one.
-
-    Returns the exit status.
-    """
-    if args.parallel != "ddp":
-        try:
-            return 0 if train(args, local_device(0), rank=0, world_size=1) else 128 + signal.SIGTERM
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    if under_torchrun():
-        worker(int(os.environ["LOCAL_RANK"]), args)
-        return 0
-    # The ranks meet at a port that the operating system chooses and that is held from then on: to look
-    # for a free one and use it later is a race (pytorch/pytorch#126510).
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
-    try:
-        listener = socket.create_server((address[0], int(address[1])))
-    except (OSError, ValueError, OverflowError) as error:
-        refuse(f"cannot listen on MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: {error}")
-    address = listener.getsockname()[:2]
-    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-    # Else Ctrl-C and a failed rank end in a warning of semaphores that the loader workers' queues have left behind.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    # glibc reads these when a process starts. Otherwise it hands the memory of large tensors back to the
-    # system after each step and faults it in again in the next: a quarter of the main job's speed on a CPU.
+    """Start the job's processes and wait for them; return the exit status, if it is not 0."""
+    # Else glibc returns the memory of large tensors to the system and faults it in again in each step: a
+    # quarter of the main job's speed on a CPU. And else a killed job ends in a warning about semaphores.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
-    # Until a worker is ready for it: Ctrl-C while it imports torch would show the import's traceback.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    context = mp.spawn(worker, (args, address), args.nproc_per_node, join=False)
-    if args.checkpoint:  # the ranks will write one and end
-        signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        if error.signal_name not in (None, "SIGINT"):  # a rank that raised has told why itself
-            print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
-
-
-# Beside the core: samples streamed from tar shards, for data too large to index
-
-
-def find_shards(pattern):
-    """The paths that `name-{000..003}.tar` or a glob pattern stands for. Raises ValueError if there are none."""
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if braces:
-        numbers = range(int(braces[1]), int(braces[2]) + 1)
-        paths = [pattern[:braces.start()] + str(number).zfill(len(braces[1])) + pattern[braces.end():]
-                 for number in numbers]
-    else:
-        paths = sorted(glob.glob(pattern))
-    for path in paths or [pattern]:
-        if not os.path.isfile(path):
-            raise ValueError(f"there is no shard {path}")
-    return paths
-
-
-def shard_members(path):
-    """(key, extension, open file, tarfile.TarInfo) of each member of a tar that belongs to a sample.
-
-    The format is webdataset's: `folder/000017.x.npy` has the key `folder/000017` and the extension
-    `x.npy`; members of one sample lie together. Directories and special members are skipped.
-    Raises ValueError for what is not a tar, or not all of one.
-    """
-    empty = True
-    with open(path, "rb") as file:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no traceback from a rank that imports torch
+    with tempfile.TemporaryDirectory() as folder:  # a port could be another job's (pytorch/pytorch#126510)
+        context = mp.spawn(worker, (args, f"file://{folder}/store"), args.nproc_per_node, join=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while member := tar.next():
-                    tar.members.clear()  # or it would keep them all
-                    name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
-                    if member.isreg() and not member.issparse() and name:
-                        empty = False
-                        yield name[1], name[2].lower(), file, member
-                # tarfile takes a damaged header for the end; the real one is a block of zeros.
-                file.seek(tar.offset)
-                if file.read(512) != bytes(512):
-                    raise tarfile.ReadError("damaged or cut off")
-                if empty:
-                    raise tarfile.ReadError("no sample is in it")
-        except tarfile.TarError as error:
-            raise ValueError(f"{path} is no shard, or not all of one: {error}") from error
+            while not context.join(grace_period=3):
+                pass
+        except mp.ProcessExitedException as error:
+            if error.signal_name not in (None, "SIGINT"):  # a rank that raised has told why itself
+                print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
+            return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            for process in context.processes:
+                process.kill()
 
 
+# ---- Tar shards, for data too large to index ----
 def read_shard(path):
-    """Yield the samples of a tar file in order: a dict of "__key__" and an entry an extension.
+    """Yield the samples of a tar file in webdataset's format, in order: a dict of "__key__" and its members.
 
-    .npy becomes an array, .cls an int, .json what it says, .txt a str; the rest stays bytes. Nothing is
-    unpacked to disk or unpickled. Raises ValueError, naming file and member, for what cannot be read.
+    `a/017.x.npy` is "x.npy" of key "a/017". npy becomes an array, cls an int, json what it says, txt a str,
+    the rest stays bytes; nothing is unpacked or unpickled. Raises InputError, naming file and member.
     """
-    # read_array is what np.load comes to for a .npy, without looking first what else it may be.
     decoders = {"npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
                 "cls": int, "json": json.loads, "txt": bytes.decode}
-    for key, members in itertools.groupby(shard_members(path), key=operator.itemgetter(0)):
-        sample = {"__key__": key}
-        for _, extension, file, member in members:
-            # Straight from the member's place in the file: tarfile's own reader costs as much again.
-            file.seek(member.offset_data)
-            data = file.read(member.size)
-            try:
-                decode = decoders.get(extension.rpartition(".")[2])
-                sample[extension] = decode(data) if decode else data
-            except Exception as error:  # a damaged .npy header alone can raise half a dozen kinds
-                raise ValueError(f"{path}, member {member.name}: {error}") from error
-        yield sample
-
-
-def training_pair(path, sample):
-    """A sample's (x, y) as tensors: float32 (3, L), int64 (L,). Raises ValueError if it has no such."""
-    x, y = (sample.get(name) for name in ("x.npy", "y.npy"))
-    for name, array in (("x.npy", x), ("y.npy", y)):
-        if array is None:
-            raise ValueError(f"{path}, sample {sample['__key__']}: no {name}, only {sorted(sample)[1:]}")
-    if (x.dtype, x.shape[:1], x.ndim, y.dtype, y.shape) != (np.float32, (3,), 2, np.int64, x.shape[1:]):
-        raise ValueError(f"{path}, sample {sample['__key__']}: x is {x.dtype} {x.shape}, y is {y.dtype} {y.shape}, "
-                         "but x must be float32 (3, L) and y int64 (L,)")
-    return torch.from_numpy(x), torch.from_numpy(y)
-
-
-def count_samples(shards):
-    """How many samples tar files hold; reads their headers only."""
-    return sum(1 for path in shards
-               for _ in itertools.groupby(shard_members(path), key=operator.itemgetter(0)))
-
-
-def shuffled(items, size, generator):
-    """The items, mixed as far as a buffer of `size` of them reaches."""
-    buffer = []
-    for item in items:
-        if len(buffer) < size:
-            buffer.append(item)
-        else:
-            i = generator.integers(size)
-            yield buffer[i]
-            buffer[i] = item
-    generator.shuffle(buffer)
-    yield from buffer
+    sample, member = {}, None
+    with open(path, "rb") as file:
+        try:
+            tar = tarfile.open(fileobj=file, mode="r:")
+            while member := tar.next():
+                tar.members.clear()  # or it would keep them all
+                name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
+                if not name or not member.isreg() or member.issparse():
+                    continue
+                key, extension = name[1], name[2].lower()
+                if sample.get("__key__", key) != key:
+                    yield sample
+                    sample = {}
+                file.seek(member.offset_data)  # tarfile's own reader costs as much again
+                decode = decoders.get(extension.rpartition(".")[2], bytes)
+                sample |= {"__key__": key, extension: decode(file.read(member.size))}
+            file.seek(tar.offset)  # tarfile takes a damaged header for the end; the real end is zeros
+            if file.read(512) != bytes(512) or not sample:
+                raise ValueError("damaged, cut off or without a sample")
+        except Exception as error:  # a damaged .npy header alone can raise half a dozen kinds
+            raise InputError(f"shard {path}, member {member and member.name}: {error}") from error
+    yield sample
 
 
 class ShardStream(IterableDataset):
-    """The training pairs in tar shards, read in order. Call set_epoch before each epoch.
+    """(x, y) tensors from the x.npy and y.npy in tar shards, given as paths or glob patterns.
 
-    resampled=True, for training: every loader worker of every rank draws shards with replacement from
-        a random stream of its own, without end, and samples_per_epoch, counted over all ranks, cuts
-        that into epochs. So every rank has equally many samples, whatever the shards hold, and none
-        waits for one that has run out (webdataset#225).
-    resampled=False, for evaluation, where no step is a collective: the shards are dealt out to the
-        ranks, and a rank's to its workers. Each sample is read exactly once; who gets no shard reads
-        nothing. samples_per_epoch is not used.
-    shuffle_buffer: samples to mix; a shard is always read in the order in which it was written. Resampled,
-        it is filled anew for each epoch, by every worker: let a worker's part of an epoch be much larger,
-        or else shards hold no more samples than it does, as those further back are never reached.
-
-    What is read depends on (seed, epoch, start, rank, worker) alone. num_replicas and rank default to
-    those of the process group. Reads as read_shard does, and raises what it raises.
+    resampled=True, for training: every loader worker of every rank draws shards with replacement, mixes the
+        samples in a buffer of shuffle_buffer, and stops at its part of samples_per_epoch, counted over all
+        ranks: none waits for one whose shards have run out (webdataset#225). What is drawn depends on (seed,
+        epoch, start, rank, worker).
+    resampled=False, for evaluation, where no step is a collective: the shards are dealt out to the ranks and
+        their loader workers; each sample is read exactly once. Raises InputError, as read_shard does.
     """
 
-    def __init__(self, shards, samples_per_epoch, *, resampled=True, shuffle_buffer=1000, seed=0,
+    def __init__(self, shards, samples_per_epoch=None, *, resampled=True, shuffle_buffer=1000, seed=0,
                  num_replicas=None, rank=None):
-        self.shards, self.samples_per_epoch, self.resampled = list(shards), samples_per_epoch, resampled
-        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+        self.shards = [path for pattern in shards for path in sorted(glob.glob(pattern)) or [pattern]]
+        self.samples_per_epoch, self.resampled = samples_per_epoch, resampled
+        self.shuffle_buffer, self.seed, self.epoch, self.start = shuffle_buffer, seed, 0, 0
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
-        # In shared memory: persistent loader workers hold a copy of this object from their start on.
-        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()
+        if missing := [path for path in self.shards if not os.path.isfile(path)]:
+            raise InputError(f"there is no shard {missing[0]}")
 
     def set_epoch(self, epoch, start=0):
-        """start: samples of the epoch that all ranks together have read: only the rest is drawn."""
-        self.place[0], self.place[1] = epoch, start
+        """Choose what to draw; `start` samples of the epoch are already read, by all ranks together."""
+        self.epoch, self.start = epoch, start
 
     def __len__(self):
-        """This rank's samples in the (rest of the) epoch."""
-        if not self.resampled:
-            raise TypeError("a rank does not know how many samples its shards hold")
-        return math.ceil((self.samples_per_epoch - int(self.place[1])) / self.num_replicas)
+        return math.ceil((self.samples_per_epoch - self.start) / self.num_replicas)
 
     def __iter__(self):
-        info = get_worker_info()
+        info, buffer = torch.utils.data.get_worker_info(), []
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        epoch, start = self.place.tolist()
-        generator = np.random.default_rng((self.seed, epoch, start, self.rank, worker))
+        generator = np.random.default_rng((self.seed, self.epoch, self.start, self.rank, worker))
+        paths, reads, size = self.shards[self.rank::self.num_replicas][worker::num_workers], None, 1
         if self.resampled:
-            shards = (self.shards[generator.integers(len(self.shards))] for _ in itertools.count())
+            paths = (self.shards[generator.integers(len(self.shards))] for _ in itertools.count())
             count = len(range(worker, len(self), num_workers))
-            buffer = max(1, min(self.shuffle_buffer, count))
-        else:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.shards))
-            shards = (self.shards[i] for i in order[self.rank::self.num_replicas][worker::num_workers])
-            count, buffer = None, self.shuffle_buffer
-        pairs = (training_pair(path, sample) for path in shards for sample in read_shard(path))
-        return itertools.islice(shuffled(pairs, buffer, generator), count)
+            size = max(1, min(self.shuffle_buffer, count))
+            reads = count + size - 1
+        samples = ((path, sample) for path in paths for sample in read_shard(path))
+        for path, sample in itertools.islice(samples, reads):
+            if not {"x.npy", "y.npy"} <= sample.keys():
+                raise InputError(f"shard {path}, sample {sample['__key__']}: x.npy or y.npy is missing")
+            buffer.append((torch.from_numpy(sample["x.npy"]), torch.from_numpy(sample["y.npy"])))
+            if len(buffer) == size:
+                yield buffer.pop(generator.integers(size))
 
 
-class Remix:
-    """The batches of a ShardStream's loader, taken apart, mixed and put together anew.
-
-    A loader worker fills a batch by itself, so its samples would come from that worker's shards alone;
-    and every worker would end with a short batch. Here only the last one is short, or dropped.
-    """
-
-    def __init__(self, loader, batch_size, buffer, drop_last=False, pin_memory=False):
-        self.loader, self.dataset, self.batch_size, self.buffer = loader, loader.dataset, batch_size, buffer
-        self.drop_last, self.pin_memory = drop_last, pin_memory
-
-    def __len__(self):
-        batches = len(self.loader.dataset) / self.batch_size
-        return math.floor(batches) if self.drop_last else math.ceil(batches)
-
-    def __iter__(self):
-        stream = self.loader.dataset
-        generator = np.random.default_rng((stream.seed, *stream.place.tolist(), stream.rank))
-        # Copies: a view would keep its whole batch in the shared memory through which the worker sent it.
-        pairs = ((x.clone(), y.clone()) for batch in self.loader for x, y in zip(*batch))
-        pairs = shuffled(pairs, self.buffer, generator)
-        for _ in range(len(self)):
-            x, y = default_collate(list(itertools.islice(pairs, self.batch_size)))
-            yield (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
-
-
-def write_shards(folder, num_samples=100, length=10000, seed=0, shard_size=25):
-    """Write a SyntheticDataset as tar shards of shard_size samples, into a new folder or an empty one.
-
-    Raises FileExistsError if there is something in it.
-    """
+def write_shards(folder, dataset, shard_size=25):
+    """Write the (x, y) of a dataset as tar shards into a folder; FileExistsError if it has such already."""
     os.makedirs(folder, exist_ok=True)
-    if os.listdir(folder):
-        raise FileExistsError(f"{folder} is not empty")
-    dataset = SyntheticDataset(num_samples, length, seed)
-    for first in range(0, num_samples, shard_size):
+    for first in range(0, len(dataset), shard_size):
         with tarfile.open(os.path.join(folder, f"{first // shard_size:06d}.tar"), "x") as tar:
-            for i in range(first, min(first + shard_size, num_samples)):
+            for i in range(first, min(first + shard_size, len(dataset))):
                 for name, tensor in zip("xy", dataset[i]):
                     data = io.BytesIO()
                     np.save(data, tensor.numpy())
                     member = tarfile.TarInfo(f"{i:06d}.{name}.npy")
                     member.size = data.tell()
-                    data.seek(0)
-                    tar.addfile(member, data)
+                    tar.addfile(member, io.BytesIO(data.getvalue()))
 
 
-# Beside the core: the sampler shown at work
-
-
-CASES = [  # what it shows, samples, with a sampler, set_epoch called, the loader's drop_last
+CASES = [  # the sampler at work: what a case shows, samples, with a sampler, set_epoch called, drop_last
     ("1: no sampler: every rank reads everything", 8, False, False, True),
     ("2: with the sampler: the ranks split the data, the same way every epoch", 8, True, False, True),
     ("3: set_epoch: a new split each epoch", 8, True, True, True),
@@ -845,243 +535,125 @@ CASES = [  # what it shows, samples, with a sampler, set_epoch called, the loade
     ("5: 5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
     ("5, with set_epoch: the repeated sample is the first of that epoch's order", 5, True, True, False),
     ("6: each rank's last batch is a single sample, which BatchNorm may refuse", 10, True, False, False),
-    ("7: drop_last on the loader: that batch is gone", 10, True, False, True),
+    ("7: drop_last: that batch is gone", 10, True, False, True),
 ]
 
 
-def show_case(title, num_samples, with_sampler, set_epoch, loader_drop_last, num_replicas=2, batch_size=4,
-              drop_last=False, pad=True):
-    """Print what each rank reads in two epochs: its stripe of the epoch's order, then its batches."""
-    colour = "\033[{}m{}\033[0m".format if sys.stdout.isatty() else lambda code, text: text
-    print(f"case {colour(1, title)}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
-    width = len(str(num_samples - 1)) + 2
+def show_case(title, num_samples, with_sampler, set_epoch, drop_last, num_replicas=2, batch_size=4):
+    """Print the batches that each rank reads in two epochs. drop_last: of the sampler and of the loader."""
+    print(f"case {title}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
     for epoch in range(2):
-        ranks = []
+        unread = set(range(num_samples))
         for rank in range(num_replicas):
             sampler = range(num_samples)
             if with_sampler:
-                sampler = DistributedSampler(sampler, num_replicas, rank, drop_last=drop_last, pad=pad)
+                sampler = DistributedSampler(sampler, num_replicas, rank, drop_last=drop_last)
                 sampler.set_epoch(epoch if set_epoch else 0)
-            ranks.append(list(BatchSampler(sampler, batch_size, loader_drop_last)))
-        stripes, seen = [""] * num_replicas, set()
-        for turn in itertools.zip_longest(*(itertools.chain(*batches) for batches in ranks)):
-            for reader, sample in enumerate(turn):
-                repeated = sample in seen
-                cell = "" if sample is None else f"{sample}{'*' if repeated else ' '}"
-                for rank in range(num_replicas):
-                    stripes[rank] += colour(31 if repeated else 32, (cell if rank == reader else "").rjust(width))
-                seen.add(sample)
-        for rank, (stripe, batches) in enumerate(zip(stripes, ranks)):
-            shown = [str(batch) if len(batch) == batch_size else colour(33, f"{batch} short") for batch in batches]
-            print(f"  epoch {epoch}  rank {rank} {stripe}    {' '.join(shown) or 'nothing'}")
-        unread = [str(sample) for sample in range(num_samples) if sample not in seen]
+            print(f"  epoch {epoch}  rank {rank}", end="")
+            for batch in BatchSampler(sampler, batch_size, drop_last):
+                print("  [" + ", ".join(f"{i}" if i in unread else f"{i}*" for i in batch) + "]", end="")
+                unread -= set(batch)
+            print()
         if unread:
-            print(f"  epoch {epoch}  read by no rank: {' '.join(unread)}")
-    print()
+            print(f"  epoch {epoch}  read by no rank:", *sorted(unread))
 
 
-def cases(argv):
-    """The command `cases`: nine experiments, or one with the reader's own numbers."""
-    parser = Parser(prog="ddp_reference.py cases", description="Print which samples each rank reads, in nine "
-                    "experiments or, with --num-samples, in your own. * marks a sample that was already read.")
-    parser.add_argument("--num-samples", type=whole(1, 10000), metavar="N")
-    parser.add_argument("--num-replicas", type=whole(1, 1000), default=2, metavar="W", help="ranks [%(default)s]")
-    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="B", help="[%(default)s]")
-    parser.add_argument("--drop-last", action="store_true", help="the sampler drops what it would pad")
-    parser.add_argument("--loader-drop-last", action="store_true", help="the loader drops a short batch")
-    parser.add_argument("--no-set-epoch", action="store_true", help="set_epoch is forgotten")
-    parser.add_argument("--no-pad", action="store_true", help="the sampler does not pad")
-    args = parser.parse_args(argv)
-    if args.num_samples:
-        show_case("of your own", args.num_samples, True, not args.no_set_epoch, args.loader_drop_last,
-                  args.num_replicas, args.batch_size, args.drop_last, not args.no_pad)
-    elif argv:
-        refuse(f"cases: {argv[0]} needs --num-samples too")
-    else:
-        for case in CASES:
-            show_case(*case)
-
-
-# The command line
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that refuses bad input in one line, without the usage before it."""
-
-    def error(self, message):
-        refuse(f"{message} (see --help)")
-
-
-def whole(low, high=2**63 - 1):
-    """An argparse type: a whole number in [low, high]."""
+# ---- The command line ----
+def number(kind, low, high):
+    """An argparse type: an int or a float from low to high."""
     def parse(text):
-        if not (text.isdecimal() and low <= int(text) <= high):
-            limit = f"of at least {low}" if high == 2**63 - 1 else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limit}")
-        return int(text)
+        if not low <= kind(text) <= high:
+            raise ValueError
+        return kind(text)
+    parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse: invalid int from 1 to 9 value: '0'
     return parse
 
 
-def positive(text):
-    """An argparse type: a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-
-
-def nonempty(text):
-    """An argparse type: a path or pattern. An unset variable in a script makes an empty one."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty")
-    return text
-
-
-def add_data_options(group):
-    """The options of the synthetic data set: of the main job and of write-shards."""
-    group.add_argument("--num-samples", type=whole(1, 2**40), default=100, metavar="N",
-                       help="samples in the data set [%(default)s]")
-    group.add_argument("--length", type=whole(2, 2**28), default=10000, metavar="L",
-                       help="positions in a sample [%(default)s]")
-    group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S",
-                       help="of all that is random [%(default)s]")
-
-
 def make_parser():
-    """The options of the main job; parse_args checks how they go together."""
-    parser = Parser(prog="ddp_reference.py", formatter_class=argparse.RawDescriptionHelpFormatter, description="""\
-Data-parallel training of a small net, on all GPUs of this machine or on its CPU.
-Other commands: cases (what each rank reads), write-shards DIR; each has a --help.""", epilog="""\
-examples:
-  bash run.sh                                        the main job; about ten seconds on two cores
-  bash run.sh --nproc-per-node 4 --accumulate 4      four processes, steps of 4 x 4 x 4 samples
-  bash run.sh --checkpoint ck.pt --checkpoint-every 100     killed? the same line again goes on""")
-    job = parser.add_argument_group("processes")
-    job.add_argument("--nproc-per-node", type=whole(1, 4096), metavar="N",
-                     help="processes on this machine [one per GPU; without a GPU 2]")
-    job.add_argument("--backend", choices=["nccl", "gloo"],
-                     help="gloo lets processes share a GPU [nccl if each has its own, else gloo]")
-    job.add_argument("--parallel", choices=["ddp", "dp", "none"], default="ddp",
-                     help="DistributedDataParallel; or, in one process, nn.DataParallel over all GPUs, or the "
-                          "bare net [%(default)s]")
-    job.add_argument("--num-workers", type=whole(0), default=0, metavar="N",
-                     help="loader processes of each process; 0: it loads its data itself [%(default)s]")
-    training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=whole(1), default=6, metavar="N", help="[%(default)s]")
-    training.add_argument("--batch-size", type=whole(1), default=4, metavar="N",
-                          help="samples in a batch of one process, or GPU [%(default)s]")
-    training.add_argument("--accumulate", type=whole(1), default=1, metavar="K",
-                          help="batches in a step of one process [%(default)s]")
-    training.add_argument("--lr", type=positive, default=0.01, metavar="X",
-                          help="learning rate of Adam; it is not scaled by the number of processes, and the "
-                               "samples in a step are [%(default)s]")
-    training.add_argument("--drop-last", action="store_true",
-                          help="leave out samples that do not fill a batch on every process")
-    training.add_argument("--amp", action="store_true", help="run the net under bfloat16 autocast")
-    training.add_argument("--sync-bn", action="store_true",
-                          help="BatchNorm over the batches of all processes (GPUs only)")
-    training.add_argument("--log-interval", type=whole(1), default=10, metavar="N",
-                          help="steps between two looks at loss and SIGTERM; each waits for the GPU [%(default)s]")
-    data = parser.add_argument_group("data")
-    add_data_options(data)
-    data.add_argument("--shards", type=nonempty, metavar="PATTERN",
-                      help="train on tar shards instead, where --num-samples and --length mean nothing: a glob pattern, "
-                           "or name-{000..003}.tar")
-    data.add_argument("--val-shards", type=nonempty, metavar="PATTERN", help="and evaluate on these")
-    data.add_argument("--samples-per-epoch", type=whole(1), metavar="N",
-                      help="of the shards, over all processes [as many as they hold, which is counted first]")
-    resuming = parser.add_argument_group("resuming")
-    resuming.add_argument("--checkpoint", type=nonempty, metavar="PATH",
-                          help="resume from this file if it exists; write it after each epoch and on SIGTERM")
-    resuming.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="and after every N steps")
+    """The options of all commands. Its error(message) prints one line and exits with status 2."""
+    parser = argparse.ArgumentParser("ddp_reference.py", usage=argparse.SUPPRESS, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, count = parser.add_argument, number(int, 1, 2**40)
+    add("command", nargs="?", choices=["train", "cases", "write-shards"], default="train", help="[train]")
+    add("folder", nargs="?", metavar="DIR", help="of write-shards: new or empty")
+    add("--nproc-per-node", type=number(int, 1, 4096), metavar="N", help="[one per GPU, without GPUs 2]")
+    add("--backend", choices=["nccl", "gloo"], help="[nccl if each process has its own GPU, else gloo]")
+    add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel in one process [ddp]")
+    add("--num-workers", type=number(int, 0, 999), default=0, metavar="N", help="loader workers of each [0]")
+    add("--epochs", type=count, default=6, metavar="N", help="[6]")
+    add("--batch-size", type=count, default=4, metavar="N", help="samples in a batch of one process [4]")
+    add("--accumulate", type=count, default=1, metavar="K", help="micro-batches in a step [1]")
+    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="never scaled [0.01]")
+    add("--drop-last", action="store_true", help="leave out samples that do not fill a batch on each process")
+    add("--amp", action="store_true", help="run the net under bfloat16 autocast")
+    add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes (GPUs only)")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="of all that is random [0]")
+    add("--num-samples", type=count, metavar="N", help="in the synthetic dataset [100]")
+    add("--length", type=number(int, 2, 2**28), default=10000, metavar="L", help="positions a sample [10000]")
+    add("--shards", nargs="+", metavar="TAR", help="train on tar shards instead: paths or glob patterns")
+    add("--val-shards", nargs="+", metavar="TAR", help="and evaluate on these")
+    add("--samples-per-epoch", type=count, metavar="N", help="of the shards, over all processes")
+    add("--shard-size", type=count, default=25, metavar="M", help="samples in a shard that is written [25]")
+    add("--checkpoint", metavar="PATH", help="resume from this file if it exists; write it after each epoch")
+    add("--checkpoint-every", type=count, metavar="N", help="and after every N steps")
     return parser
 
 
-def parse_args(argv=None):
-    """The command line; what it leaves open is decided, what cannot work is refused, before any process starts."""
-    args, gpus = make_parser().parse_args(argv), torch.cuda.device_count()
+def check_job(args, refuse):
+    """Decide what a job's options leave open; refuse what cannot work, before any process starts."""
+    gpus, started = torch.cuda.device_count(), "RANK" in os.environ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's warning says the same in several lines
         if gpus and not torch.cuda.is_available():
-            refuse(f"this machine has {gpus} GPU(s), but CUDA cannot start: mend the driver (does nvidia-smi run?), "
-                   "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)")
-    if args.parallel != "ddp":
-        if under_torchrun() or (args.nproc_per_node or 1) > 1:
-            refuse(f"--parallel {args.parallel} is a single process")
-        args.nproc_per_node = world_size = 1
-        if args.parallel == "dp":
-            args.batch_size *= max(1, gpus)  # one loader feeds all GPUs
-    elif under_torchrun():
-        numbers = [os.environ.get(name, "1") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-        if not (all(map(str.isdecimal, numbers)) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
-            refuse("RANK is set, as by torchrun, but of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR "
-                   "and MASTER_PORT one is missing or no number: unset them, or start with torchrun")
-        if args.nproc_per_node:
-            refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
-        args.nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        world_size = int(os.environ["WORLD_SIZE"])
-    else:
-        args.nproc_per_node = world_size = args.nproc_per_node or gpus or 2
-    # Some launchers show each process one GPU, its own. (Several torchrun processes that share one: --backend gloo.)
-    gpu_each = args.nproc_per_node <= gpus or gpus == 1 and under_torchrun()
+            refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
+    if started and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        refuse("RANK is set, as by torchrun, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR")
+    if started and args.nproc_per_node:
+        refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
+    if args.parallel == "dp":
+        if started or (args.nproc_per_node or 1) > 1 or args.sync_bn or args.amp:
+            refuse("--parallel dp is one process, without --sync-bn and --amp (its threads forget bfloat16)")
+        args.nproc_per_node, args.batch_size = 1, args.batch_size * max(1, gpus)  # one loader feeds all GPUs
+    args.nproc_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if started else args.nproc_per_node or gpus or 2
+    # A launcher may show each process its own GPU alone. (If torchrun's processes share one: --backend gloo.)
+    gpu_each = args.nproc_per_node <= gpus or started and gpus == 1
     args.backend = args.backend or ("nccl" if gpu_each else "gloo")
     if args.backend == "nccl" and not gpu_each:
-        refuse(f"NCCL needs a GPU for each process, and {args.nproc_per_node} processes have {gpus}: "
-               f"use --backend gloo" + (", which lets them share" if gpus else ""))
-    if args.amp and args.parallel == "dp":
-        refuse("--amp needs --parallel ddp: DataParallel's threads would run the net in float16, not bfloat16")
-    if args.sync_bn and (not gpus or args.parallel != "ddp"):
-        refuse("--sync-bn needs GPUs and --parallel ddp: PyTorch's SyncBatchNorm runs on nothing else")
-
-    args.job = {"number of samples": args.num_samples, "length": args.length, "seed": args.seed}
-    if args.shards and args.val_shards:
-        try:
-            args.shards, args.val_shards = find_shards(args.shards), find_shards(args.val_shards)
-            for path in args.shards[0], args.val_shards[0]:
-                training_pair(path, next(read_shard(path)))
-            args.num_samples = args.samples_per_epoch or count_samples(args.shards)
-        except (OSError, ValueError) as error:
-            refuse(error)
-        args.job = {"number of shards": len(args.shards), "samples per epoch": args.num_samples, "seed": args.seed}
-    elif args.shards or args.val_shards or args.samples_per_epoch:
-        refuse("--shards and --val-shards go together, and --samples-per-epoch with them")
-    if args.drop_last and args.num_samples // world_size < args.batch_size:
-        refuse(f"--drop-last leaves nothing to train on: {args.num_samples} samples on {world_size} "
-               f"processes do not fill one batch of {args.batch_size}")
-
-    if args.checkpoint:
-        folder = os.path.dirname(os.path.realpath(args.checkpoint))
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            refuse(f"--checkpoint {args.checkpoint}: cannot create a file in {folder}: {error.strerror}")
-        try:
-            load_checkpoint(args.checkpoint, args.job, ConvNet())
-        except ValueError as error:
-            refuse(error)
-    elif args.checkpoint_every:
+        refuse(f"NCCL needs a GPU for each of {args.nproc_per_node} processes, not {gpus}: --backend gloo?")
+    if args.sync_bn and not gpus:
+        refuse("--sync-bn needs GPUs: PyTorch's SyncBatchNorm runs on nothing else")
+    if len({bool(args.shards), bool(args.val_shards), bool(args.samples_per_epoch)}) > 1:
+        refuse("--shards, --val-shards and --samples-per-epoch go together")
+    if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint PATH")
-    return args
+    if args.checkpoint is not None:
+        try:
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(args.checkpoint))).close()
+        except OSError as error:
+            refuse(f"--checkpoint {args.checkpoint}: cannot create a file there: {error.strerror}")
 
 
 def main(argv):
-    """The program: train, or one of the other commands. Returns the exit status."""
-    if argv[:1] == ["cases"]:
+    """The program: train, cases or write-shards. Returns the exit status, if it is not 0."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if (args.command == "write-shards") != bool(args.folder):
+        parser.error("write-shards needs a DIR, and nothing else takes one")
+    if args.command == "cases":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `cases | head` is no error
-        return cases(argv[1:])
-    if argv[:1] == ["write-shards"]:
-        parser = Parser(prog="ddp_reference.py write-shards", description="Write the synthetic data set as tar shards.")
-        parser.add_argument("folder", metavar="DIR", help="new or empty")
-        parser.add_argument("--shard-size", type=whole(1), default=25, metavar="M", help="samples in a shard [%(default)s]")
-        add_data_options(parser)
-        args = parser.parse_args(argv[1:])
-        try:
-            write_shards(**vars(args))
-        except OSError as error:
-            refuse(error)
-        print(f"{args.num_samples} samples in {math.ceil(args.num_samples / args.shard_size)} shards in {args.folder}")
+        options = args.drop_last, args.nproc_per_node or 2, args.batch_size
+        for case in [("of your own", args.num_samples, True, True, *options)] if args.num_samples else CASES:
+            show_case(*case)
         return 0
-    return launch(parse_args(argv))
+    args.num_samples = args.num_samples or 100
+    if args.command == "train":
+        check_job(args, parser.error)
+        return worker(int(os.environ["LOCAL_RANK"]), args) if "RANK" in os.environ else launch(args)
+    try:
+        dataset = SyntheticDataset(args.num_samples, args.length, args.seed)
+        write_shards(args.folder, dataset, args.shard_size)
+    except OSError as error:
+        parser.error(error)
 
 
 if __name__ == "__main__":
