@@ -15,7 +15,7 @@ import tarfile, tempfile, threading, time, traceback, warnings
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: see the end of worker()
+import torch.distributed.nn  # early: see the end of worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 
-# ---- Your task: the data and the net ----
+# ---- Your task: the data and the net
 class SyntheticDataset(Dataset):
     """`num_samples` random signals with a label at every position.
 
@@ -65,7 +65,7 @@ class ConvNet(nn.Module):
 
 
 def make_task(args):
-    """What to train: (training data, validation data, net). The one function to change for your own.
+    """What to train: (training data, validation data, net): the one function to change for your own.
 
     All processes call it after torch.manual_seed(args.seed), so they begin with the same net: any that
     F.cross_entropy(module(x), y) can train. The data are map-style datasets of (x, y), split by the sampler
@@ -79,7 +79,7 @@ def make_task(args):
             SyntheticDataset(25, args.length, args.seed + 1), ConvNet())
 
 
-# ---- Which samples a rank reads ----
+# ---- Which samples a rank reads
 class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
@@ -144,7 +144,7 @@ class DistributedSampler(Sampler):
         return itertools.chain(itertools.chain.from_iterable(chunks), padding)
 
 
-# ---- A step, evaluation, checkpoints ----
+# ---- A step, evaluation, checkpoints
 def batch_sums(loss, logits, y):
     """float64 (3,) on the device: of one batch the sum of the losses, the correct labels, the labels."""
     labels = loss.new_full((), y.numel(), dtype=torch.float64)
@@ -216,7 +216,7 @@ class InputError(ValueError):
 def save_checkpoint(path, state):
     """Write a checkpoint. At every moment, `path` is the old one or the new one, complete."""
     folder, name = os.path.split(os.path.realpath(path))
-    temporary = os.path.join(folder, f".{name}.new")  # always the same: what a kill leaves is written over
+    temporary = os.path.join(folder, f".{name}.new")  # the next one writes over what a kill leaves
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -235,8 +235,8 @@ def resume(path, job, module, optimizer, device):
     state = dict(epoch=0, samples=0, sums=[0.0, 0.0, 0.0])
     if path and os.path.exists(path):
         try:
-            # To the CPU: without map_location all ranks load onto rank 0's GPU; on its own each would keep
-            # Adam's step counters there, and wait for them in every step.
+            # To the CPU: without map_location all ranks load onto rank 0's GPU; on its own each would wait in
+            # every step for Adam's step counters.
             state = torch.load(path, map_location="cpu", weights_only=True)
             saved = state["job"]
         except Exception as error:  # which one a damaged file raises depends on where the damage is
@@ -256,7 +256,7 @@ def resume(path, job, module, optimizer, device):
     return *place, state["sums"]
 
 
-# ---- The training loop ----
+# ---- The training loop
 def end_with_rank(worker_id):
     """In a loader worker: end when the rank ends. PyTorch's watchdog sees only the fork server."""
     def wait():
@@ -270,11 +270,11 @@ def make_loader(dataset, device, args, drop_last=False, **sampling):
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP
-    # The loader workers of two ranks draw different numbers, and what seed_step has set is not drawn from.
+    # Loader workers of two ranks draw different numbers, and seed_step's generator is not drawn from.
     options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
     if args.num_workers:
-        # Not fork, says DDP's documentation: threads of CUDA and NCCL run already, and may hold locks. A fork
-        # server is a clean process that imports torch once; with spawn every worker does.
+        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. A fork server is a
+        # clean process that imports torch once; with spawn every worker does.
         mp.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
         options |= dict(multiprocessing_context="forkserver", worker_init_fn=end_with_rank)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
@@ -297,8 +297,8 @@ def settle_buckets(model, dataset, device):
 def seed_step(seed, epoch, samples, rank):
     """Seed PyTorch for the step after `samples` samples of the epoch, in a tenth of a millisecond.
 
-    So dropout and augmentation differ between ranks and steps, and repeat after resuming. But not what loader
-    workers draw: draw it from (seed, index), as SyntheticDataset does.
+    So dropout and augmentation differ between ranks and steps and repeat after resuming. Not so in loader
+    workers: there, draw from (seed, index), as SyntheticDataset does.
     """
     state = np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0]))
@@ -313,8 +313,8 @@ def train(args, device):
     loader, sampler = make_loader(train_set, device, args, args.drop_last)
     val_loader, _ = make_loader(val_set, device, args, shuffle=False, pad=False)
     if not len(loader):
-        raise InputError("there is nothing to train on: no rank has enough samples for a batch")
-    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # of an epoch, on all ranks
+        raise InputError("nothing to train on: no rank has enough samples for a batch")
+    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # an epoch's, on all ranks
     module.to(device)
     if args.sync_bn:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # DDP: all-gather of batch statistics
@@ -324,7 +324,7 @@ def train(args, device):
     first_epoch, samples, saved_sums = resume(args.checkpoint, job, module, optimizer, device)
     if args.parallel == "dp":
         model = nn.DataParallel(module)
-    else:  # BatchNorm normalises a rank's batch by its own statistics; the running ones are rank 0's
+    else:  # BatchNorm normalises a rank's batch by its own statistics; those for evaluation are rank 0's
         model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: the wrapper
     settle_buckets(model, train_set, device)  # DDP: the layout of its buckets
 
@@ -366,7 +366,7 @@ def train(args, device):
     say(f"parameters sha256 {digest(module)}")
 
 
-# ---- One process of the job, and the launch ----
+# ---- One process of the job, and the launch
 def worker(local_rank, args, init_method="env://"):
     """One process of the job, the local_rank-th of this machine: device, process group, then train()."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
@@ -385,8 +385,8 @@ def worker(local_rank, args, init_method="env://"):
             torch.cuda.set_device(device)
         store, _, _ = next(dist.rendezvous(init_method, rank, world_size))
         if args.nproc_per_node == world_size:
-            # torchrun keeps its store over a restart, and in it the addresses of ranks that are gone
-            # (pytorch/pytorch#135712). Not over several machines: each counts its own restarts (#108158).
+            # torchrun keeps its store over a restart, and in it the addresses of dead ranks
+            # (pytorch/pytorch#135712). Not on several machines: each counts its own restarts (#108158).
             store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,  # DDP: join
                                 device_id=device if args.backend == "nccl" else None)
@@ -396,25 +396,25 @@ def worker(local_rank, args, init_method="env://"):
         if isinstance(error, InputError):
             status, message = 2, f"ddp_reference.py: error: {error}"
         with contextlib.suppress(Exception):  # there may be no store, or no longer
-            if store.add("failed", 1) > 1:  # the first rank to fail says why; the others fail because it left
+            if store.add("failed", 1) > 1:  # the first to fail says why; the others fail because it left
                 time.sleep(1)
                 os._exit(status)
         print(message, file=sys.stderr, flush=True)
-        # Destroying the group now could wait for ranks that wait for this one (pytorch/torchtitan#1342).
+        # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
         os._exit(status)
-    # A group that something still holds aborts the interpreter at exit (pytorch/pytorch#190489): the model in
-    # train's frame, gone by now, or default arguments of torch.distributed.nn: hence its import at the top.
+    # A group that something holds aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
+    # is gone by now, and torch.distributed.nn, whose default arguments would hold it, came before it.
     dist.destroy_process_group()  # DDP: leave
 
 
 def launch(args):
     """Start the job's processes and wait for them; return the exit status, if it is not 0."""
-    # Else glibc returns the memory of large tensors to the system and faults it in again in each step: a
-    # quarter of the main job's speed on a CPU. And else a killed job ends in a warning about semaphores.
+    # Else glibc returns the memory of large tensors to the system in each step, a quarter of the main job's
+    # speed on a CPU, and a killed job ends in a warning about semaphores.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no traceback from a rank that imports torch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no tracebacks of ranks that import torch
     with tempfile.TemporaryDirectory() as folder:  # a port could be another job's (pytorch/pytorch#126510)
         context = mp.spawn(worker, (args, f"file://{folder}/store"), args.nproc_per_node, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -432,7 +432,7 @@ def launch(args):
                 process.kill()
 
 
-# ---- Tar shards, for data too large to index ----
+# ---- Tar shards, for data too large to index
 def read_shard(path):
     """Yield the samples of a tar file in webdataset's format, in order: a dict of "__key__" and its members.
 
@@ -487,7 +487,7 @@ class ShardStream(IterableDataset):
             raise InputError(f"there is no shard {missing[0]}")
 
     def set_epoch(self, epoch, start=0):
-        """Choose what to draw; `start` samples of the epoch are already read, by all ranks together."""
+        """Choose what to draw; of the epoch the job has already read `start` samples."""
         self.epoch, self.start = epoch, start
 
     def __len__(self):
@@ -541,7 +541,7 @@ CASES = [  # the sampler at work: what a case shows, samples, with a sampler, se
 
 def show_case(title, num_samples, with_sampler, set_epoch, drop_last, num_replicas=2, batch_size=4):
     """Print the batches that each rank reads in two epochs. drop_last: of the sampler and of the loader."""
-    print(f"case {title}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
+    print(f"\ncase {title}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
     for epoch in range(2):
         unread = set(range(num_samples))
         for rank in range(num_replicas):
@@ -558,9 +558,9 @@ def show_case(title, num_samples, with_sampler, set_epoch, drop_last, num_replic
             print(f"  epoch {epoch}  read by no rank:", *sorted(unread))
 
 
-# ---- The command line ----
+# ---- The command line
 def number(kind, low, high):
-    """An argparse type: an int or a float from low to high."""
+    """An argparse type: a number from low to high."""
     def parse(text):
         if not low <= kind(text) <= high:
             raise ValueError
@@ -570,7 +570,7 @@ def number(kind, low, high):
 
 
 def make_parser():
-    """The options of all commands. Its error(message) prints one line and exits with status 2."""
+    """The options of all commands; parser.error(message) prints one line and exits with status 2."""
     parser = argparse.ArgumentParser("ddp_reference.py", usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, number(int, 1, 2**40)
@@ -583,7 +583,7 @@ def make_parser():
     add("--epochs", type=count, default=6, metavar="N", help="[6]")
     add("--batch-size", type=count, default=4, metavar="N", help="samples in a batch of one process [4]")
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches in a step [1]")
-    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="never scaled [0.01]")
+    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="for any batch [0.01]")
     add("--drop-last", action="store_true", help="leave out samples that do not fill a batch on each process")
     add("--amp", action="store_true", help="run the net under bfloat16 autocast")
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes (GPUs only)")
@@ -601,32 +601,32 @@ def make_parser():
 
 def check_job(args, refuse):
     """Decide what a job's options leave open; refuse what cannot work, before any process starts."""
-    gpus, started = torch.cuda.device_count(), "RANK" in os.environ
+    gpus, torchrun = torch.cuda.device_count(), "RANK" in os.environ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's warning says the same in several lines
         if gpus and not torch.cuda.is_available():
             refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
-    if started and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        refuse("RANK is set, as by torchrun, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR")
-    if started and args.nproc_per_node:
-        refuse("--nproc-per-node is torchrun's own here: give it to torchrun, before the file's name")
+    if torchrun and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        refuse("RANK is set, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR: use torchrun")
+    if torchrun and args.nproc_per_node:
+        refuse("--nproc-per-node is torchrun's own: give it before the file's name")
     if args.parallel == "dp":
-        if started or (args.nproc_per_node or 1) > 1 or args.sync_bn or args.amp:
-            refuse("--parallel dp is one process, without --sync-bn and --amp (its threads forget bfloat16)")
+        if torchrun or (args.nproc_per_node or 1) > 1 or args.sync_bn or args.amp:
+            refuse("--parallel dp is one process, without --sync-bn and --amp (its threads forget the dtype)")
         args.nproc_per_node, args.batch_size = 1, args.batch_size * max(1, gpus)  # one loader feeds all GPUs
-    args.nproc_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if started else args.nproc_per_node or gpus or 2
-    # A launcher may show each process its own GPU alone. (If torchrun's processes share one: --backend gloo.)
-    gpu_each = args.nproc_per_node <= gpus or started and gpus == 1
+    args.nproc_per_node = int(os.getenv("LOCAL_WORLD_SIZE")) if torchrun else args.nproc_per_node or gpus or 2
+    # A launcher may show each process its own GPU alone. (If they share it: --backend gloo.)
+    gpu_each = args.nproc_per_node <= gpus or torchrun and gpus == 1
     args.backend = args.backend or ("nccl" if gpu_each else "gloo")
     if args.backend == "nccl" and not gpu_each:
-        refuse(f"NCCL needs a GPU for each of {args.nproc_per_node} processes, not {gpus}: --backend gloo?")
+        refuse(f"NCCL needs a GPU a process, {args.nproc_per_node} and not {gpus}: use --backend gloo")
     if args.sync_bn and not gpus:
-        refuse("--sync-bn needs GPUs: PyTorch's SyncBatchNorm runs on nothing else")
+        refuse("--sync-bn needs GPUs: SyncBatchNorm runs on nothing else")
     if len({bool(args.shards), bool(args.val_shards), bool(args.samples_per_epoch)}) > 1:
         refuse("--shards, --val-shards and --samples-per-epoch go together")
-    if args.checkpoint_every and not args.checkpoint:
-        refuse("--checkpoint-every needs --checkpoint PATH")
-    if args.checkpoint is not None:
+    if args.checkpoint == "" or args.checkpoint_every and not args.checkpoint:
+        refuse("--checkpoint needs a PATH, and --checkpoint-every needs --checkpoint")
+    if args.checkpoint:
         try:
             tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(args.checkpoint))).close()
         except OSError as error:

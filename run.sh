@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash run.sh [options]   the main job (see --help)
-# bash run.sh test        the tests
+# bash run.sh [train|cases|write-shards DIR] [options]   the main job and the other commands (see --help)
+# bash run.sh test [options]                             the tests
 # Environment: PYTHON (default python3), TORCH (what to install where torch is missing, default
 # torch==2.13.0), and for several machines NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE.
 set -euo pipefail
@@ -10,7 +10,8 @@ python=${PYTHON:-python3}
 venv=$here/.venv
 
 fail() { echo "run.sh: $1" >&2; exit 2; }
-has_packages() { "$1" -c 'import torch, numpy' >/dev/null 2>&1; }
+# Looked up, not imported: that alone would take seconds.
+has_packages() { "$1" -c 'import sys; from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("numpy")))'; }
 
 command -v -- "$python" >/dev/null || fail "no $python: install Python 3.10 or newer, or name one in PYTHON"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -19,7 +20,7 @@ command -v -- "$python" >/dev/null || fail "no $python: install Python 3.10 or n
 # The interpreter at hand, if it has the packages (a GPU box has its own build of PyTorch); otherwise
 # .venv, made once. The file "complete" is written last: without it an installation was interrupted.
 if ! has_packages "$python"; then
-    if ! { [ -e "$venv/complete" ] && has_packages "$venv/bin/python"; }; then
+    if ! { [ -e "$venv/complete" ] && has_packages "$venv/bin/python" 2>/dev/null; }; then
         "$python" -c 'import venv, ensurepip' 2>/dev/null ||
             fail "$python has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)"
         mkdir -p -- "$venv" 2>/dev/null && [ -w "$venv" ] ||
