@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
     torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 ddp_reference.py
 
-Each line that is there because the job is several processes ends in `# DDP`.
+Lines at which the processes meet or differ end in a comment that begins with DDP.
 """
 
 import argparse, contextlib, functools, glob, hashlib, io, itertools, json, math, os, re, signal, sys
@@ -65,12 +65,12 @@ class ConvNet(nn.Module):
 
 
 def make_task(args):
-    """What to train: (training data, validation data, net): the one function to change for your own.
+    """(training data, validation data, net): the one function to change for your own.
 
     All processes call it after torch.manual_seed(args.seed), so they begin with the same net: any that
-    F.cross_entropy(module(x), y) can train. The data are map-style datasets of (x, y), split by the sampler
-    below, or an IterableDataset that splits itself by rank and loader worker, with len() (samples of this
-    rank) and set_epoch(epoch, start), as ShardStream does, further down.
+    F.cross_entropy(module(x), y) can train, with the same parameters in eval mode. The data: map-style
+    datasets of (x, y), split by the sampler below, or an IterableDataset that splits itself by rank and
+    loader worker, with len(), this rank's samples, and set_epoch(epoch, start), as ShardStream, further down.
     """
     if args.shards:
         return (ShardStream(args.shards, args.samples_per_epoch, seed=args.seed),
@@ -84,18 +84,17 @@ class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
     The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all ranks know
-    it. Of W ranks, rank r reads its positions r, r + W, r + 2W, ... So after k samples on each rank exactly
+    it. Of W ranks, rank r reads positions r, r + W, r + 2W, ... So after k samples on each rank exactly
     the first k * W positions have been read: one number, `start`, says how far the job has come, and any
     number of ranks can go on from there.
 
-    A drop-in for torch.utils.data.distributed.DistributedSampler: same arguments, attributes and indices, but
+    A drop-in for torch.utils.data.distributed.DistributedSampler: same arguments, attributes, indices, but
     4 bytes a sample where torch holds a list of Python ints (pytorch/pytorch#45427).
 
     drop_last: leave out the last samples of the order if there is not one for every rank.
     pad: otherwise repeat samples from the start of the order until all ranks have equally many, as training
         needs: every step is a collective. With pad=False and drop_last=False each sample is read exactly once
         and some ranks read one less: for evaluation (pytorch/pytorch#25162).
-
     Raises ValueError for a number out of range, TypeError for a dataset without a length.
     """
 
@@ -161,7 +160,7 @@ def all_reduce_sums(sums):
 
 
 def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
-    """Train on what the loader gives; yield the samples read so far, before each step and after the last.
+    """Train on what the loader gives; yield this rank's samples so far, before each step and after the last.
 
     model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
     sums: float64 (3,) on the device, to which the batch_sums are added; .item() would wait for the GPU.
@@ -176,7 +175,7 @@ def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False)
             no_sync = isinstance(model, DistributedDataParallel) and i < len(micro_batches)
             with model.no_sync() if no_sync else contextlib.nullcontext():  # DDP: one all-reduce a step
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-                    logits = model(x)  # DDP: broadcast of rank 0's buffers
+                    logits = model(x)  # DDP: broadcast of rank 0's buffers, once a step
                     loss = F.cross_entropy(logits, y)
                 (loss / len(micro_batches)).backward()  # DDP: all-reduce of the gradients
             sums += batch_sums(loss, logits, y)
@@ -228,17 +227,17 @@ def save_checkpoint(path, state):
 
 
 def resume(path, job, module, optimizer, device):
-    """Load the checkpoint at path, if there is one: (epoch, samples of it already read, their batch_sums).
+    """Load the checkpoint at path, if there is one: (epoch, samples of that epoch already read, their sums).
 
     job: a dict of what must be the same to go on. Raises InputError, naming what is wrong with the file.
     """
     state = dict(epoch=0, samples=0, sums=[0.0, 0.0, 0.0])
     if path and os.path.exists(path):
         try:
-            # To the CPU: without map_location all ranks load onto rank 0's GPU; on its own each would wait in
-            # every step for Adam's step counters.
+            # To the CPU: by default all ranks load onto rank 0's GPU; on its own, each waits in every step
+            # for Adam's counters.
             state = torch.load(path, map_location="cpu", weights_only=True)
-            saved = state["job"]
+            saved = dict(state["job"])
         except Exception as error:  # which one a damaged file raises depends on where the damage is
             raise InputError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
         for name in job | saved:
@@ -258,7 +257,7 @@ def resume(path, job, module, optimizer, device):
 
 # ---- The training loop
 def end_with_rank(worker_id):
-    """In a loader worker: end when the rank ends. PyTorch's watchdog sees only the fork server."""
+    """In a loader worker: end when the rank ends. PyTorch's own watchdog watches the fork server."""
     def wait():
         mp.parent_process().join()
         os._exit(1)
@@ -270,7 +269,7 @@ def make_loader(dataset, device, args, drop_last=False, **sampling):
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP
-    # Loader workers of two ranks draw different numbers, and seed_step's generator is not drawn from.
+    # So that loader workers of two ranks draw different numbers.
     options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
     if args.num_workers:
         # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. A fork server is a
@@ -297,8 +296,8 @@ def settle_buckets(model, dataset, device):
 def seed_step(seed, epoch, samples, rank):
     """Seed PyTorch for the step after `samples` samples of the epoch, in a tenth of a millisecond.
 
-    So dropout and augmentation differ between ranks and steps and repeat after resuming. Not so in loader
-    workers: there, draw from (seed, index), as SyntheticDataset does.
+    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not so in
+    loader workers: there, draw from (seed, index), as SyntheticDataset does.
     """
     state = np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0]))
@@ -312,20 +311,18 @@ def train(args, device):
     train_set, val_set, module = make_task(args)
     loader, sampler = make_loader(train_set, device, args, args.drop_last)
     val_loader, _ = make_loader(val_set, device, args, shuffle=False, pad=False)
-    if not len(loader):
-        raise InputError("nothing to train on: no rank has enough samples for a batch")
-    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # an epoch's, on all ranks
+    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # over all ranks
     module.to(device)
     if args.sync_bn:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # DDP: all-gather of batch statistics
     optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
-    job = {"seed": args.seed, "length": args.length, "samples": args.samples_per_epoch or num_samples}
-    job |= {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    job = dict(data=type(train_set).__name__, samples=args.samples_per_epoch or num_samples, seed=args.seed)
+    job |= dict(length=args.length) | {name: list(x.shape) for name, x in module.state_dict().items()}
     first_epoch, samples, saved_sums = resume(args.checkpoint, job, module, optimizer, device)
     if args.parallel == "dp":
         model = nn.DataParallel(module)
-    else:  # BatchNorm normalises a rank's batch by its own statistics; those for evaluation are rank 0's
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: the wrapper
+    else:  # BatchNorm normalises a rank's batch by its own statistics; evaluation uses rank 0's
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: broadcast of the net
     settle_buckets(model, train_set, device)  # DDP: the layout of its buckets
 
     def save(epoch, samples, sums):
@@ -355,6 +352,8 @@ def train(args, device):
             if read and args.checkpoint_every and step % args.checkpoint_every == 0:
                 save(epoch, samples, all_reduce_sums(sums))
         loss_sum, correct, labels = all_reduce_sums(sums)
+        if not labels:
+            raise InputError("nothing to train on: no rank has enough samples for a batch")
         rate = read * world_size / (time.perf_counter() - begin)
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: broadcast; all evaluate rank 0's running statistics
@@ -378,6 +377,7 @@ def worker(local_rank, args, init_method="env://"):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     if "OMP_NUM_THREADS" not in os.environ:  # else each process takes all cores; torchrun sets it to 1
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         device = torch.device("cpu")
         if torch.cuda.is_available():  # by the local rank: the global one counts over all machines
@@ -387,30 +387,30 @@ def worker(local_rank, args, init_method="env://"):
         if args.nproc_per_node == world_size:
             # torchrun keeps its store over a restart, and in it the addresses of dead ranks
             # (pytorch/pytorch#135712). Not on several machines: each counts its own restarts (#108158).
-            store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            store = dist.PrefixStore(f"restart {restart}", store)
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,  # DDP: join
                                 device_id=device if args.backend == "nccl" else None)
         train(args, device)
     except Exception as error:
         status, message = 1, f"rank {rank} failed:\n{traceback.format_exc()}"
         if isinstance(error, InputError):
-            status, message = 2, f"ddp_reference.py: error: {error}"
+            status, message = 2, f"{os.path.basename(sys.argv[0])}: error: {error}"
         with contextlib.suppress(Exception):  # there may be no store, or no longer
-            if store.add("failed", 1) > 1:  # the first to fail says why; the others fail because it left
+            if store.add(f"failed {restart}", 1) > 1:  # the first says why; the others fail because it left
                 time.sleep(1)
                 os._exit(status)
         print(message, file=sys.stderr, flush=True)
         # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
         os._exit(status)
-    # A group that something holds aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
+    # A group still referenced aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
     # is gone by now, and torch.distributed.nn, whose default arguments would hold it, came before it.
     dist.destroy_process_group()  # DDP: leave
 
 
 def launch(args):
     """Start the job's processes and wait for them; return the exit status, if it is not 0."""
-    # Else glibc returns the memory of large tensors to the system in each step, a quarter of the main job's
-    # speed on a CPU, and a killed job ends in a warning about semaphores.
+    # Else glibc returns large tensors' memory to the system in each step, a quarter of the main job's speed
+    # on a CPU, and a killed job ends in a warning about semaphores.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
@@ -470,8 +470,8 @@ class ShardStream(IterableDataset):
 
     resampled=True, for training: every loader worker of every rank draws shards with replacement, mixes the
         samples in a buffer of shuffle_buffer, and stops at its part of samples_per_epoch, counted over all
-        ranks: none waits for one whose shards have run out (webdataset#225). What is drawn depends on (seed,
-        epoch, start, rank, worker).
+        ranks: none waits for one whose shards have run out (webdataset#225). A part smaller than a shard
+        never reaches its end. What is drawn depends on (seed, epoch, start, rank, worker).
     resampled=False, for evaluation, where no step is a collective: the shards are split over ranks and loader
         workers, and each sample is read exactly once. Raises InputError, as read_shard does.
     """
@@ -491,7 +491,7 @@ class ShardStream(IterableDataset):
         self.epoch, self.start = epoch, start
 
     def __len__(self):
-        return math.ceil((self.samples_per_epoch - self.start) / self.num_replicas)
+        return math.ceil(max(0, self.samples_per_epoch - self.start) / self.num_replicas)
 
     def __iter__(self):
         info, buffer = torch.utils.data.get_worker_info(), []
@@ -526,7 +526,7 @@ def write_shards(folder, dataset, shard_size=25):
                     tar.addfile(member, io.BytesIO(data.getvalue()))
 
 
-CASES = [  # the sampler at work: what a case shows, samples, with a sampler, set_epoch called, drop_last
+CASES = [  # the sampler at work: title, samples, with a sampler, set_epoch called, drop_last
     ("1: no sampler: every rank reads everything", 8, False, False, True),
     ("2: with the sampler: ranks split the data, the same way every epoch", 8, True, False, True),
     ("3: set_epoch: a new split each epoch", 8, True, True, True),
@@ -540,7 +540,7 @@ CASES = [  # the sampler at work: what a case shows, samples, with a sampler, se
 
 
 def show_case(title, num_samples, with_sampler, set_epoch, drop_last, num_replicas=2, batch_size=4):
-    """Print the batches that each rank reads in two epochs. drop_last: of the sampler and of the loader."""
+    """Print the batches that each rank reads in two epochs (*: again). drop_last: of sampler and loader."""
     print(f"\ncase {title}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
     for epoch in range(2):
         unread = set(range(num_samples))
@@ -571,7 +571,7 @@ def number(kind, low, high):
 
 def make_parser():
     """The options of all commands; parser.error(message) prints one line and exits with status 2."""
-    parser = argparse.ArgumentParser("ddp_reference.py", usage=argparse.SUPPRESS, description=__doc__,
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, number(int, 1, 2**40)
     add("command", nargs="?", choices=["train", "cases", "write-shards"], default="train", help="[train]")
@@ -583,7 +583,7 @@ def make_parser():
     add("--epochs", type=count, default=6, metavar="N", help="[6]")
     add("--batch-size", type=count, default=4, metavar="N", help="samples in a batch of one process [4]")
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches in a step [1]")
-    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="for any batch [0.01]")
+    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="not scaled [0.01]")
     add("--drop-last", action="store_true", help="leave out samples that do not fill a batch of each process")
     add("--amp", action="store_true", help="run the net under bfloat16 autocast")
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes (GPUs only)")
@@ -607,7 +607,7 @@ def check_job(args, refuse):
         if gpus and not torch.cuda.is_available():
             refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
     if torchrun and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        refuse("RANK is set, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR: use torchrun")
+        refuse("RANK is set, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR: use torchrun")
     if torchrun and args.nproc_per_node:
         refuse("--nproc-per-node is torchrun's own: give it before the file's name")
     if args.parallel == "dp":

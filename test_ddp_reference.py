@@ -162,7 +162,7 @@ def kill_this_process():
 
 
 def rank_1_raises_and_nobody_can_leave():
-    before_call(ddp, "make_loader", lambda: print(f"threads {torch.get_num_threads()}", flush=True))
+    before_call(ddp, "make_loader", lambda: os.write(1, b"threads %d\n" % torch.get_num_threads()))
     before_call(torch.optim.Adam, "step", fail, nth=3, rank=1)
     dist.destroy_process_group = signal.pause
 
@@ -774,6 +774,8 @@ class TheCheckpoint(Test):
         self.assertRegex(self.refused(self.folder), r"not a checkpoint \(IsADirectoryError\)")
 
     def test_a_checkpoint_of_another_dataset_or_seed_is_refused_with_the_difference(self):
+        self.assertIn("its data is SyntheticDataset, but here it is list", Ranks.run(2, failing, [
+            *self.options, self.path], task=images)[0])
         for option, name, value in (("--num-samples", "samples", 44), ("--length", "length", 64), ("--seed", "seed", 0)):
             self.assertIn(f"its {name} is {value}, but here it is 99", self.refused(self.path, option, 99))
 
@@ -841,6 +843,10 @@ class TheJob(Test):
         torch.manual_seed(7)
         self.assertEqual(rank["first_digest"], ddp.digest(ddp.ConvNet()))
 
+    def test_the_jobs_validation_reads_every_sample_once_over_all_ranks(self):
+        ranks = Ranks.run(3, trained, [*SMALL, "--epochs", 1])
+        self.assertEqual(sorted(i for rank in ranks for seed, i in rank["read"] if seed == 1), list(range(25)))
+
     def test_drop_last_reaches_sampler_and_loader(self):
         for rank, read in enumerate(Ranks.run(3, trained, [*SMALL, "--epochs", 1, "--drop-last", "--batch-size", 4])):
             expected = indices(44, num_replicas=3, drop_last=True)[rank][:12]
@@ -901,8 +907,8 @@ class TheJob(Test):
 
     def test_input_that_a_rank_refuses_is_one_line_and_status_2(self):
         status, out, err = finish(start(SCRIPT, "--drop-last", "--num-samples", 7))
-        self.assertEqual((status, out, err), (2, "", "ddp_reference.py: error: nothing to train on: no rank has "
-                                                     "enough samples for a batch\n"))
+        self.assertEqual((status, err), (2, "ddp_reference.py: error: nothing to train on: no rank has enough samples "
+                                            "for a batch\n"))
 
     def test_no_default_argument_of_pytorch_holds_the_process_group(self):
         # Else it outlives destroy_process_group, and its threads abort the interpreter now and then.
@@ -1044,6 +1050,9 @@ class TheShards(Test):
         options = [*self.options, "--epochs", 1, "--checkpoint", self.folder / "ck.pt", "--checkpoint-every", 1]
         Ranks.run(2, trained, options, stop_at=4)
         self.assertEqual(torch.load(self.folder / "ck.pt")["samples"], 24)
+        stream = self.streams(1, samples_per_epoch=40)[0]
+        stream.set_epoch(0, start=48)  # where more ranks have gone beyond the end
+        self.assertEqual((len(stream), list(stream)), (0, []))
         ranks = Ranks.run(2, trained, options)
         self.assertIn("epoch 0, sample 24 of 40", ranks[0]["out"])
         self.assertEqual(sum(sums[2] for sums in ranks[0]["sums"] + ranks[1]["sums"]), (16 + 7) * 40)
