@@ -1,4 +1,4 @@
-"""Data-parallel training with PyTorch in one file: a reference to run, to copy from and to read.
+"""Data-parallel training with PyTorch in one file: to run, to copy from and to read.
 
     bash run.sh                      # train: a process per GPU (NCCL), or two on the CPU (gloo)
     bash run.sh cases                # which samples each rank reads; --num-samples N: in a case of your own
@@ -408,13 +408,13 @@ def worker(local_rank, args, init_method="env://"):
 
 
 def launch(args):
-    """Start the job's processes and wait for them; return the exit status, if it is not 0."""
+    """Start the job's processes and wait for them; return the exit status if it is not 0."""
     # Else glibc returns large tensors' memory to the system in each step, a quarter of the main job's speed
     # on a CPU, and a killed job ends in a warning about semaphores.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no tracebacks of ranks that import torch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no traceback of an import of torch
     with tempfile.TemporaryDirectory() as folder:  # a port could be another job's (pytorch/pytorch#126510)
         context = mp.spawn(worker, (args, f"file://{folder}/store"), args.nproc_per_node, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -570,7 +570,7 @@ def number(kind, low, high):
 
 
 def make_parser():
-    """The options of all commands; parser.error(message) prints one line and exits with status 2."""
+    """The options of all commands; parser.error prints one line and exits with status 2."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, number(int, 1, 2**40)
@@ -600,7 +600,7 @@ def make_parser():
 
 
 def check_job(args, refuse):
-    """Decide what a job's options leave open; refuse what cannot work, before any process starts."""
+    """Decide what a job's options leave open; refuse what cannot work."""
     gpus, torchrun = torch.cuda.device_count(), "RANK" in os.environ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's warning says the same in several lines
@@ -634,7 +634,7 @@ def check_job(args, refuse):
 
 
 def main(argv):
-    """The program: train, cases or write-shards. Returns the exit status, if it is not 0."""
+    """The program; returns the exit status if it is not 0."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if (args.command == "write-shards") != bool(args.folder):
