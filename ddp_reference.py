@@ -188,7 +188,7 @@ def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False)
 @torch.inference_mode()
 def evaluate(model, loader, device):
     """(loss, accuracy) over the loaders of all ranks, however many; leaves the model in eval mode."""
-    # Not the wrapper, whose forward broadcasts buffers: a rank without a batch would not take part.
+    # Not the wrapper, which broadcasts buffers: a rank without a batch would not take part.
     module = (model.module if isinstance(model, DistributedDataParallel) else model).eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for x, y in loader:
@@ -238,7 +238,7 @@ def resume(path, job, module, optimizer, device):
             # for Adam's counters.
             state = torch.load(path, map_location="cpu", weights_only=True)
             saved = dict(state["job"])
-        except Exception as error:  # which one a damaged file raises depends on where the damage is
+        except Exception as error:  # which one depends on where the damage is
             raise InputError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
         for name in job | saved:
             if job.get(name) != saved.get(name):
@@ -256,26 +256,26 @@ def resume(path, job, module, optimizer, device):
 
 
 # ---- The training loop
-def end_with_rank(worker_id):
-    """In a loader worker: end when the rank ends. PyTorch's own watchdog watches the fork server."""
+def end_with_parent(worker_id=None):
+    """In a rank or loader worker: end with who started it. PyTorch's watchdog watches the fork server."""
     def wait():
-        mp.parent_process().join()
-        os._exit(1)
+        if parent := mp.parent_process():  # not under torchrun
+            parent.join()
+            os._exit(1)
     threading.Thread(target=wait, daemon=True).start()
 
 
 def make_loader(dataset, device, args, drop_last=False, **sampling):
     """(this rank's loader of a dataset, the object whose set_epoch says what it reads)."""
-    sampler = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP
-    # So that loader workers of two ranks draw different numbers.
+    sampler = None if isinstance(dataset, IterableDataset) else DistributedSampler(
+        dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP: the sampler
+    # Loader workers of two ranks draw different numbers.
     options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
     if args.num_workers:
         # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. A fork server is a
         # clean process that imports torch once; with spawn every worker does.
         mp.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
-        options |= dict(multiprocessing_context="forkserver", worker_init_fn=end_with_rank)
+        options |= dict(multiprocessing_context="forkserver", worker_init_fn=end_with_parent)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
                         drop_last=drop_last, pin_memory=device.type == "cuda", **options)
     return loader, dataset if sampler is None else sampler
@@ -299,8 +299,7 @@ def seed_step(seed, epoch, samples, rank):
     So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not so in
     loader workers: there, draw from (seed, index), as SyntheticDataset does.
     """
-    state = np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, np.uint64)
-    torch.manual_seed(int(state[0]))
+    torch.manual_seed(int(np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, "u8")[0]))
 
 
 def train(args, device):
@@ -369,6 +368,7 @@ def train(args, device):
 def worker(local_rank, args, init_method="env://"):
     """One process of the job, the local_rank-th of this machine: device, process group, then train()."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: no traceback
+    end_with_parent()
     rank, world_size = local_rank, args.nproc_per_node
     if "RANK" in os.environ:  # under torchrun
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -460,7 +460,7 @@ def read_shard(path):
             file.seek(tar.offset)  # tarfile takes a damaged header for the end; the real end is zeros
             if file.read(512) != bytes(512) or not sample:
                 raise ValueError("damaged, cut off or without a sample")
-        except Exception as error:  # a damaged .npy header alone can raise half a dozen kinds
+        except Exception as error:  # a damaged .npy header can raise half a dozen kinds
             raise InputError(f"shard {path}, member {member and member.name}: {error}") from error
     yield sample
 
@@ -530,7 +530,7 @@ CASES = [  # the sampler at work: title, samples, with a sampler, set_epoch call
     ("1: no sampler: every rank reads everything", 8, False, False, True),
     ("2: with the sampler: ranks split the data, the same way every epoch", 8, True, False, True),
     ("3: set_epoch: a new split each epoch", 8, True, True, True),
-    ("4: 3 samples for each rank: short batches are kept", 6, True, False, False),
+    ("4: 3 samples a rank: short batches are kept", 6, True, False, False),
     ("4, dropping the short batch: a batch of 4 never fills, nothing is read", 6, True, False, True),
     ("5: 5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
     ("5, with set_epoch: it is the first of that epoch's order", 5, True, True, False),
@@ -584,7 +584,7 @@ def make_parser():
     add("--batch-size", type=count, default=4, metavar="N", help="samples in a batch of one process [4]")
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches in a step [1]")
     add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="not scaled [0.01]")
-    add("--drop-last", action="store_true", help="leave out samples that do not fill a batch of each process")
+    add("--drop-last", action="store_true", help="leave out what does not fill a batch of each process")
     add("--amp", action="store_true", help="run the net under bfloat16 autocast")
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes (GPUs only)")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="of all that is random [0]")
