@@ -15,7 +15,7 @@ import tarfile, tempfile, threading, time, traceback, warnings
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: see the end of worker()
+import torch.distributed.nn  # early: see worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
