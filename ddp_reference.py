@@ -4,7 +4,7 @@
     bash run.sh cases                # which samples each rank reads; --num-samples N: in a case of your own
     bash run.sh write-shards DIR     # the synthetic dataset as tar shards
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
-    torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 ddp_reference.py
+    torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ddp_reference.py
 
 Lines at which the processes meet or differ end in a comment that begins with DDP.
 """
