@@ -246,7 +246,7 @@ def resume(path, job, module, optimizer, device):
                                  f"but here it is {job.get(name)}")
         module.load_state_dict(state["module"])
         for group, saved_group in zip(optimizer.param_groups, state["optimizer"]["param_groups"]):
-            saved_group["lr"] = group["lr"]  # as the command line says now
+            saved_group["lr"] = group["lr"]  # the command line's
         optimizer.load_state_dict(state["optimizer"])
     place = [state["epoch"], state["samples"]]
     *totals, ranks = all_reduce_sums(torch.tensor([*place, 1], dtype=torch.float64, device=device))
@@ -266,10 +266,9 @@ def end_with_parent(worker_id=None):
 
 
 def make_loader(dataset, device, args, drop_last=False, **sampling):
-    """(this rank's loader of a dataset, the object whose set_epoch says what it reads)."""
+    """(this rank's loader of a dataset, the object whose set_epoch says what is read)."""
     sampler = None if isinstance(dataset, IterableDataset) else DistributedSampler(
         dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP: the sampler
-    # Loader workers of two ranks draw different numbers.
     options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
     if args.num_workers:
         # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. A fork server is a
@@ -355,7 +354,7 @@ def train(args, device):
             raise InputError("nothing to train on: no rank has enough samples for a batch")
         rate = read * world_size / (time.perf_counter() - begin)
         for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: broadcast; all evaluate rank 0's running statistics
+            dist.broadcast(buffer, src=0)  # DDP: broadcast; all evaluate rank 0's statistics
         val_loss, val_accuracy = evaluate(module, val_loader, device)
         say(f"epoch {epoch} | loss {loss_sum / labels:.4f} accuracy {correct / labels:.3f} | "
             f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
@@ -372,7 +371,7 @@ def worker(local_rank, args, init_method="env://"):
     rank, world_size = local_rank, args.nproc_per_node
     if "RANK" in os.environ:  # under torchrun
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.nproc_per_node == world_size:  # one machine: listen on the loopback address alone
+    if args.nproc_per_node == world_size:  # one machine: listen on loopback alone
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     if "OMP_NUM_THREADS" not in os.environ:  # else each process takes all cores; torchrun sets it to 1
@@ -393,14 +392,15 @@ def worker(local_rank, args, init_method="env://"):
         train(args, device)
     except Exception as error:
         status, message = 1, f"rank {rank} failed:\n{traceback.format_exc()}"
-        if isinstance(error, InputError):
-            status, message = 2, f"{os.path.basename(sys.argv[0])}: error: {error}"
+        if isinstance(error, InputError):  # a loader worker's follows a traceback
+            reason = str(error).rpartition("InputError: ")[2].strip()
+            status, message = 2, f"{os.path.basename(sys.argv[0])}: error: {reason}"
         with contextlib.suppress(Exception):  # there may be no store, or no longer
             if store.add(f"failed {restart}", 1) > 1:  # the first says why; the others fail because it left
                 time.sleep(1)
                 os._exit(status)
         print(message, file=sys.stderr, flush=True)
-        # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
+        # To destroy the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
         os._exit(status)
     # A group still referenced aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
     # is gone by now, and torch.distributed.nn, whose default arguments would hold it, came before it.
@@ -422,7 +422,7 @@ def launch(args):
             while not context.join(grace_period=3):
                 pass
         except mp.ProcessExitedException as error:
-            if error.signal_name not in (None, "SIGINT"):  # a rank that raised has told why itself
+            if error.signal_name not in (None, "SIGINT"):  # one that raised has told why
                 print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
             return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
         except KeyboardInterrupt:
@@ -437,7 +437,7 @@ def read_shard(path):
     """Yield the samples of a tar file in webdataset's format, in order: a dict of "__key__" and its members.
 
     `a/017.x.npy` is "x.npy" of key "a/017". npy becomes an array, cls an int, json what it says, txt a str,
-    the rest stays bytes; nothing is unpacked or unpickled. Raises InputError, naming file and member.
+    the rest stays bytes; nothing is unpacked or unpickled. Raises InputError, with file and member.
     """
     decoders = {"npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
                 "cls": int, "json": json.loads, "txt": bytes.decode}
@@ -454,14 +454,14 @@ def read_shard(path):
                 if sample.get("__key__", key) != key:
                     yield sample
                     sample = {}
-                file.seek(member.offset_data)  # tarfile's own reader costs as much again
+                file.seek(member.offset_data)  # tarfile's reader costs as much again
                 decode = decoders.get(extension.rpartition(".")[2], bytes)
                 sample |= {"__key__": key, extension: decode(file.read(member.size))}
             file.seek(tar.offset)  # tarfile takes a damaged header for the end; the real end is zeros
             if file.read(512) != bytes(512) or not sample:
                 raise ValueError("damaged, cut off or without a sample")
         except Exception as error:  # a damaged .npy header can raise half a dozen kinds
-            raise InputError(f"shard {path}, member {member and member.name}: {error}") from error
+            raise InputError(f"shard {path}, {member.name if member else 'at its end'}: {error}") from error
     yield sample
 
 
@@ -592,8 +592,8 @@ def make_parser():
     add("--length", type=number(int, 2, 2**28), default=10000, metavar="L", help="positions a sample [10000]")
     add("--shards", nargs="+", metavar="TAR", help="train on tar shards instead: paths or glob patterns")
     add("--val-shards", nargs="+", metavar="TAR", help="and evaluate on these")
-    add("--samples-per-epoch", type=count, metavar="N", help="of the shards, over all processes")
-    add("--shard-size", type=count, default=25, metavar="M", help="samples in a shard that is written [25]")
+    add("--samples-per-epoch", type=count, metavar="N", help="over all processes, of the shards")
+    add("--shard-size", type=count, default=25, metavar="M", help="samples in a written shard [25]")
     add("--checkpoint", metavar="PATH", help="resume from this file if it exists; write it after each epoch")
     add("--checkpoint-every", type=count, metavar="N", help="and after every N steps")
     return parser
@@ -603,7 +603,7 @@ def check_job(args, refuse):
     """Decide what a job's options leave open; refuse what cannot work."""
     gpus, torchrun = torch.cuda.device_count(), "RANK" in os.environ
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's warning says the same in several lines
+        warnings.simplefilter("ignore")  # PyTorch's warning says it in several lines
         if gpus and not torch.cuda.is_available():
             refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
     if torchrun and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

@@ -879,10 +879,18 @@ class TheJob(Test):
         self.assertRegex(err, r"rank 1 was ended by SIGKILL\n$")
         self.assertNotIn("semaphore", err)
 
-    def test_input_that_a_rank_refuses_is_one_line_and_status_2(self):
-        status, out, err = finish(start(SCRIPT, "--drop-last", "--num-samples", 3, "--nproc-per-node", 1))
-        self.assertEqual((status, err), (2, "ddp_reference.py: error: nothing to train on: no rank has enough samples "
-                                            "for a batch\n"))
+    def test_input_that_a_loader_worker_refuses_is_one_line_and_status_2(self):
+        ddp.write_shards(self.folder / "shards", ddp.SyntheticDataset(4, 16), shard_size=2)
+        good, bad = (self.folder / "shards" / f"00000{i}.tar" for i in range(2))
+        bad.write_bytes(bad.read_bytes()[:700])
+        status, out, err = finish(start(SCRIPT, "--nproc-per-node", 1, "--num-workers", 1, "--samples-per-epoch", 40,
+                                        "--shards", good, bad, "--val-shards", good))
+        self.assertEqual((status, err.count("\n")), (2, 1), err)
+        self.assertRegex(err, "^ddp_reference.py: error: shard .*/000001.tar, 000002.x.npy: ")
+
+    def test_a_job_without_one_full_batch_is_refused(self):
+        messages = Ranks.run(1, failing, ["--drop-last", "--num-samples", 3])
+        self.assertRegex(messages[0], "InputError: nothing to train on")
 
     def test_no_default_argument_of_pytorch_holds_the_process_group(self):
         # Else it outlives destroy_process_group, and its threads abort the interpreter now and then.
@@ -1033,15 +1041,15 @@ class TheShards(Test):
         shard = pathlib.Path(self.shards[0]).read_bytes()
         x, y = npy(np.zeros((3, 5), np.float32)), npy(np.zeros(5, np.int64))
         for content, message in (
-                (b"", "bad.tar, member None"), (b"PK not a tar" * 100, "bad.tar"), (bytes(1024), "without a sample"),
-                (shard[:300], "bad.tar"), (shard[:700], "bad.tar, member 000000.x.npy"),
+                (b"", "bad.tar, at its end"), (b"PK not a tar" * 100, "bad.tar"), (bytes(1024), "without a sample"),
+                (shard[:300], "bad.tar"), (shard[:700], "bad.tar, 000000.x.npy"),
                 (shard[:-10240], "cut off|unexpected end"),
                 (shard[:1536] + b"garbage!" * 64 + shard[2048:], "damaged"),
                 ([("a.x.npy", x)], "bad.tar, sample a: x.npy or y.npy is missing"),
-                ([("a.x.npy", x[:-1]), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
+                ([("a.x.npy", x[:-1]), ("a.y.npy", y)], "bad.tar, a.x.npy"),
                 ([("a.x.npy", npy(np.array([{}], dtype=object)))], "a.x.npy: Object arrays cannot be loaded"),
-                ([("a.x.npy", x.replace(b"(3, 5)", b"(3, 5(")), ("a.y.npy", y)], "bad.tar, member a.x.npy"),
-                ([("a.meta.json", b"[" * 100_000)], "bad.tar, member a.meta.json")):
+                ([("a.x.npy", x.replace(b"(3, 5)", b"(3, 5(")), ("a.y.npy", y)], "bad.tar, a.x.npy"),
+                ([("a.meta.json", b"[" * 100_000)], "bad.tar, a.meta.json")):
             path = self.folder / "bad.tar"
             path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
             with self.subTest(message), self.assertRaisesRegex(ddp.InputError, message):
@@ -1052,7 +1060,7 @@ class TheShards(Test):
         path.write_bytes(path.read_bytes()[:512 + 2048 + 512 + 1000])
         samples = ddp.read_shard(str(path))
         self.assertEqual(len(next(samples)["bin"]), 2000)
-        with self.assertRaisesRegex(ddp.InputError, "cut.tar, member"):
+        with self.assertRaisesRegex(ddp.InputError, "cut.tar, "):
             next(samples)
 
     def test_a_shard_that_is_missing_is_refused(self):
