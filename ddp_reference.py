@@ -400,7 +400,7 @@ def worker(local_rank, args, init_method="env://"):
                 time.sleep(1)
                 os._exit(status)
         print(message, file=sys.stderr, flush=True)
-        # To destroy the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
+        # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
         os._exit(status)
     # A group still referenced aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
     # is gone by now, and torch.distributed.nn, whose default arguments would hold it, came before it.
@@ -575,7 +575,7 @@ def make_parser():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, number(int, 1, 2**40)
     add("command", nargs="?", choices=["train", "cases", "write-shards"], default="train", help="[train]")
-    add("folder", nargs="?", metavar="DIR", help="of write-shards: new or empty")
+    add("folder", nargs="?", metavar="DIR", help="of write-shards")
     add("--nproc-per-node", type=number(int, 1, 4096), metavar="N", help="[one per GPU, without GPUs 2]")
     add("--backend", choices=["nccl", "gloo"], help="[nccl if each process has its own GPU, else gloo]")
     add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel in one process [ddp]")
