@@ -68,9 +68,9 @@ def make_task(args):
     """(training data, validation data, net): the one function to change for your own.
 
     All processes call it after torch.manual_seed(args.seed), so they begin with the same net: any that
-    F.cross_entropy(module(x), y) can train, with the same parameters in eval mode. The data: map-style
-    datasets of (x, y), split by the sampler below, or an IterableDataset that splits itself by rank and
-    loader worker, with len(), this rank's samples, and set_epoch(epoch, start), as ShardStream, further down.
+    F.cross_entropy(module(x), y) can train for integer y, with the same parameters in eval mode. The data:
+    map-style datasets of (x, y), split by the sampler below, or an IterableDataset that splits itself by
+    rank and loader worker, with len(), this rank's samples, and set_epoch(epoch, start): ShardStream, below.
     """
     if args.shards:
         return (ShardStream(args.shards, args.samples_per_epoch, seed=args.seed),
@@ -138,7 +138,7 @@ class DistributedSampler(Sampler):
         # contiguous() copies this rank's part, and the whole order is freed on return.
         mine = order[positions.start:positions.stop:positions.step].contiguous()
         padding = [int(order[position % n]) for position in positions[len(mine):]]
-        # A chunk at a time: a list of all indices would take 36 bytes for each.
+        # In chunks: a list of all indices would take 36 bytes for each.
         chunks = (chunk.tolist() for chunk in mine.split(8192))
         return itertools.chain(itertools.chain.from_iterable(chunks), padding)
 
@@ -146,8 +146,8 @@ class DistributedSampler(Sampler):
 # ---- A step, evaluation, checkpoints
 def batch_sums(loss, logits, y):
     """float64 (3,) on the device: of one batch the sum of the losses, the correct labels, the labels."""
-    labels = loss.new_full((), y.numel(), dtype=torch.float64)
-    correct = (logits.detach().max(dim=1).indices == y).sum()  # argmax: ten times slower on a CPU
+    labels = (y >= 0).sum().double()  # cross_entropy ignores -100
+    correct = (logits.detach().max(dim=1).indices == y).sum()  # argmax: ten times slower on CPUs
     return torch.stack([loss.detach() * labels, correct, labels])
 
 
@@ -234,8 +234,7 @@ def resume(path, job, module, optimizer, device):
     state = dict(epoch=0, samples=0, sums=[0.0, 0.0, 0.0])
     if path and os.path.exists(path):
         try:
-            # To the CPU: by default all ranks load onto rank 0's GPU; on its own, each waits in every step
-            # for Adam's counters.
+            # To the CPU: else all ranks load onto rank 0's GPU. (Adam's counters on a GPU stall each step.)
             state = torch.load(path, map_location="cpu", weights_only=True)
             saved = dict(state["job"])
         except Exception as error:  # which one depends on where the damage is
@@ -257,7 +256,7 @@ def resume(path, job, module, optimizer, device):
 
 # ---- The training loop
 def end_with_parent(worker_id=None):
-    """In a rank or loader worker: end with who started it. PyTorch's watchdog watches the fork server."""
+    """In a rank or loader worker: end with who started it. (PyTorch's own watches the fork server.)"""
     def wait():
         if parent := mp.parent_process():  # not under torchrun
             parent.join()
@@ -287,6 +286,8 @@ def settle_buckets(model, dataset, device):
     order three or more ranks are added up: a job resumed with the first layout drifts in the last bit.
     """
     x, y = default_collate([next(iter(dataset))])
+    if y.is_floating_point():
+        raise InputError("labels must be integers: cross_entropy takes floats as probabilities")
     model.eval()
     F.cross_entropy(model(x.to(device)), y.to(device)).backward()  # DDP: all-reduce
     model.zero_grad()
@@ -295,8 +296,8 @@ def settle_buckets(model, dataset, device):
 def seed_step(seed, epoch, samples, rank):
     """Seed PyTorch for the step after `samples` samples of the epoch, in a tenth of a millisecond.
 
-    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not so in
-    loader workers: there, draw from (seed, index), as SyntheticDataset does.
+    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not so with
+    NumPy's generator or in loader workers: draw from (seed, index) there, as SyntheticDataset does.
     """
     torch.manual_seed(int(np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, "u8")[0]))
 
@@ -315,7 +316,7 @@ def train(args, device):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # DDP: all-gather of batch statistics
     optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
     job = dict(data=type(train_set).__name__, samples=args.samples_per_epoch or num_samples, seed=args.seed)
-    job |= dict(length=args.length) | {name: list(x.shape) for name, x in module.state_dict().items()}
+    job |= {"--length": args.length} | {name: list(x.shape) for name, x in module.state_dict().items()}
     first_epoch, samples, saved_sums = resume(args.checkpoint, job, module, optimizer, device)
     if args.parallel == "dp":
         model = nn.DataParallel(module)
@@ -324,7 +325,7 @@ def train(args, device):
     settle_buckets(model, train_set, device)  # DDP: the layout of its buckets
 
     def save(epoch, samples, sums):
-        if not all(tensor.isfinite().all() for tensor in [torch.tensor(sums), *module.state_dict().values()]):
+        if not all(tensor.isfinite().all() for tensor in [torch.tensor(sums), *module.parameters()]):
             raise FloatingPointError(f"before epoch {epoch}, sample {samples}: loss or net not finite")
         if rank == 0 and args.checkpoint:  # DDP: rank 0 saves
             states = dict(module=module.state_dict(), optimizer=optimizer.state_dict())
@@ -403,14 +404,14 @@ def worker(local_rank, args, init_method="env://"):
         # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
         os._exit(status)
     # A group still referenced aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
-    # is gone by now, and torch.distributed.nn, whose default arguments would hold it, came before it.
+    # is gone by now, and torch.distributed.nn, whose default arguments would hold it, was imported early.
     dist.destroy_process_group()  # DDP: leave
 
 
 def launch(args):
     """Start the job's processes and wait for them; return the exit status if it is not 0."""
-    # Else glibc returns large tensors' memory to the system in each step, a quarter of the main job's speed
-    # on a CPU, and a killed job ends in a warning about semaphores.
+    # Else glibc gives large tensors' memory back in each step: a quarter slower on a CPU.
+    # The third hides a warning after a kill.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
@@ -460,7 +461,7 @@ def read_shard(path):
             file.seek(tar.offset)  # tarfile takes a damaged header for the end; the real end is zeros
             if file.read(512) != bytes(512) or not sample:
                 raise ValueError("damaged, cut off or without a sample")
-        except Exception as error:  # a damaged .npy header can raise half a dozen kinds
+        except Exception as error:  # damaged headers raise many kinds
             raise InputError(f"shard {path}, {member.name if member else 'at its end'}: {error}") from error
     yield sample
 
@@ -603,7 +604,7 @@ def check_job(args, refuse):
     """Decide what a job's options leave open; refuse what cannot work."""
     gpus, torchrun = torch.cuda.device_count(), "RANK" in os.environ
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's warning says it in several lines
+        warnings.simplefilter("ignore")  # PyTorch says it in several lines
         if gpus and not torch.cuda.is_available():
             refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
     if torchrun and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -650,8 +651,7 @@ def main(argv):
         check_job(args, parser.error)
         return worker(int(os.environ["LOCAL_RANK"]), args) if "RANK" in os.environ else launch(args)
     try:
-        dataset = SyntheticDataset(args.num_samples, args.length, args.seed)
-        write_shards(args.folder, dataset, args.shard_size)
+        write_shards(args.folder, SyntheticDataset(args.num_samples, args.length, args.seed), args.shard_size)
     except OSError as error:
         parser.error(error)
 
