@@ -326,7 +326,7 @@ class TheSampler(Test):
                 self.assertEqual(in_order(drop_last=True), rest[:full])
                 self.assertEqual(in_order(drop_last=True, pad=False), rest[:full])
 
-    def test_a_second_pass_without_set_epoch_warns_and_names_the_remedy(self):
+    def test_a_second_pass_without_set_epoch_warns_with_the_remedy(self):
         sampler, unshuffled = (ddp.DistributedSampler(range(5), 2, 0, shuffle=shuffle) for shuffle in (True, False))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -486,7 +486,7 @@ class TheCheckpoint(Test):
         path = shutil.copy(self.path, self.folder / "finished.pt")
         self.assertEqual(*[(run(2, trained, [*self.options, path])[0]["digest"], path.read_bytes()) for _ in range(2)])
 
-    def test_another_number_of_ranks_reads_the_rest_of_the_epoch_and_nothing_twice(self):
+    def test_another_number_of_ranks_reads_the_rest_of_the_epoch_once(self):
         for world_size in (1, 3):
             path = shutil.copy(self.path, self.folder / "elastic.pt")
             ranks = run(world_size, trained, [*self.options, path])
@@ -518,7 +518,7 @@ class TheCheckpoint(Test):
             self.assertEqual(torch.load(path, weights_only=True), {"state": left})
         self.assertEqual(([*self.folder.glob("*written.pt*")], path.is_symlink()), ([self.folder / "written.pt"], True))
 
-    def test_a_net_that_is_not_finite_fails_and_does_not_replace_the_checkpoint(self):
+    def test_a_net_that_is_not_finite_ends_the_job_before_it_is_saved(self):
         path = shutil.copy(self.path, self.folder / "finite.pt")
         for options, place in ([*self.options, path], "epoch 0, sample 1[26]"), (SMALL, "epoch 1, sample 0"):
             for message in run(2, failing, [*options, "--lr", "1e30"]):
@@ -614,7 +614,7 @@ class TheJob(Test):
     def test_rank_0_alone_prints(self):
         self.assertEqual([rank["out"] for rank in self.ranks[1:]], ["", ""])
 
-    def test_rank_0_alone_writes_after_every_n_steps_and_each_epoch(self):
+    def test_rank_0_alone_writes_at_the_steps_asked_for(self):
         saved = [(0, 24), (0, 44), (1, 0), (1, 24), (1, 44), (2, 0)]
         self.assertEqual([rank["saved"] for rank in self.ranks], [saved, [], []])
 
@@ -695,7 +695,7 @@ class TheJob(Test):
         out, _ = self.job_whose_rank_1_raises()
         self.assertEqual(out.count(f"3 threads, {LOOPBACK} "), 2, out)
 
-    def test_a_rank_that_is_killed_ends_the_job_with_its_loader_workers_and_is_named(self):
+    def test_a_rank_that_is_killed_ends_the_whole_job_which_names_it(self):
         _, err = finish(start(__file__, *SMALL, "--num-workers", 1, FAULT="rank_1_is_killed"), 128 + signal.SIGKILL)
         self.assertRegex(err, r"rank 1 was ended by SIGKILL\n$")
         self.assertNotIn("semaphore", err)
@@ -827,7 +827,7 @@ class TheShards(Test):
                 given.extend(ddp.ShardStream([str(path)], resampled=False, num_replicas=1, rank=0))
             self.assertLess(len(given), 5)  # not the one that is cut off
 
-    def test_what_a_loader_worker_refuses_is_one_line_and_status_2(self):
+    def test_what_a_loader_worker_refuses_is_one_line_with_status_2(self):
         bad = self.folder / "cut.tar"
         bad.write_bytes(pathlib.Path(self.shards[0]).read_bytes()[:700])
         # It is for evaluation: of the training data the rank itself reads a sample, for the layout of the buckets.
