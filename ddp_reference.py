@@ -1,39 +1,66 @@
 """Data-parallel training with PyTorch in one file: to run, to copy from and to read.
 
-    bash run.sh                      # train: a process per GPU (NCCL), or two on the CPU (gloo)
-    bash run.sh cases                # which samples each rank reads; --num-samples N: in a case of your own
-    bash run.sh write-shards DIR     # the synthetic dataset as tar shards
+    bash run.sh                # train: one process per GPU (NCCL), or two on the CPU (gloo)
+    bash run.sh cases          # which samples each rank reads
+    bash run.sh --help         # the options
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
-    torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ddp_reference.py
 
-Lines at which the processes meet or differ end in a comment that begins with DDP.
+A comment that begins with DDP ends each line that all ranks must reach together, and each at which
+they must differ. The rest is what a training script for one GPU has, too.
 """
 
-import argparse, contextlib, functools, glob, hashlib, io, itertools, json, math, os, re, signal, sys
-import tarfile, tempfile, threading, time, traceback, warnings
+import argparse
+import contextlib
+import glob
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+import uuid
+import warnings
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: see worker()
+import torch.distributed.nn  # early, or it would hold the process group: see worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
 
-# ---- Your task: the data and the net
+# ---- Your task: data, net, optimizer and loss. Nothing below this part knows them.
 class SyntheticDataset(Dataset):
     """`num_samples` random signals with a label at every position.
 
-    Item i is (x, y): x float32 (3, length), standard normal; y int64 (length,), the channel of x with the
-    largest sum over the position and its two neighbours. It depends on (seed, i) alone: from NumPy's
-    global generator all loader workers would draw the same (pytorch/pytorch#5059).
+    Item i is (x, y): x float32 (3, length), standard normal; y int64 (length,), the channel of x
+    with the largest sum over the position and its two neighbours. It depends on (seed, i) alone, so
+    it does not matter which process reads it, or when. Raises IndexError outside [0, num_samples).
     """
 
     def __init__(self, num_samples=100, length=10000, seed=0):
-        self.num_samples, self.length, self.seed = num_samples, length, seed
+        self.num_samples = num_samples
+        self.length = length
+        self.seed = seed
 
     def __len__(self):
         return self.num_samples
@@ -49,490 +76,698 @@ class SyntheticDataset(Dataset):
         return torch.from_numpy(x), torch.from_numpy(moving_sum.argmax(axis=0))
 
 
-class ConvNet(nn.Module):
+class ConvNet(nn.Sequential):
     """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
 
     def __init__(self, num_classes=3):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv1d(3, 16, 3, padding=1), nn.BatchNorm1d(16)
-        self.conv2, self.bn2 = nn.Conv1d(16, 32, 3, padding=1), nn.BatchNorm1d(32)
-        self.conv3, self.bn3 = nn.Conv1d(32, num_classes, 3, padding=1), nn.BatchNorm1d(num_classes)
-
-    def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return self.bn3(self.conv3(x))  # no ReLU: cross entropy takes logits of either sign
+        super().__init__(
+            nn.Conv1d(3, 16, 3, padding=1),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Conv1d(16, 32, 3, padding=1),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Conv1d(32, num_classes, 3, padding=1),
+            nn.BatchNorm1d(num_classes),  # no ReLU: cross entropy takes logits of either sign
+        )
 
 
 def make_task(args):
-    """(training data, validation data, net): the one function to change for your own.
+    """Return (train_set, val_set, module, optimizer): change it to train what is yours.
 
-    All processes call it after torch.manual_seed(args.seed), so they begin with the same net: any that
-    F.cross_entropy(module(x), y) can train for integer y, with the same parameters in eval mode. The data:
-    map-style datasets of (x, y), split by the sampler below, or an IterableDataset that splits itself by
-    rank and loader worker, with len(), this rank's samples, and set_epoch(epoch, start): ShardStream, below.
+    Every process calls it after torch.manual_seed(args.seed), so all begin with the same module,
+    which is still on the CPU. The first dimension of the module's output must be the sample.
+
+    A dataset is map-style, of pairs (x, y) that the sampler below deals out; or an IterableDataset
+    that splits itself by rank and loader worker, as ShardStream does. To train on, the latter needs
+    samples_per_epoch, counted over all ranks, and set_epoch(epoch, start).
     """
     if args.shards:
-        return (ShardStream(args.shards, args.samples_per_epoch, seed=args.seed),
-                ShardStream(args.val_shards, resampled=False), ConvNet())
-    return (SyntheticDataset(args.num_samples, args.length, args.seed),
-            SyntheticDataset(25, args.length, args.seed + 1), ConvNet())
+        train_set = ShardStream(args.shards, args.samples_per_epoch, seed=args.seed)
+        val_set = ShardStream(args.val_shards)
+    else:
+        train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
+        val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    module = ConvNet()
+    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
+    return train_set, val_set, module, optimizer
+
+
+def count_labels(y):
+    """The number of labels in a batch, as an integer tensor without dimensions on y's device."""
+    return (y != -100).sum()  # cross_entropy ignores labels of -100
+
+
+def batch_sums(logits, y):
+    """Return (loss_sum, correct): the sum of a batch's losses and the number of correct labels.
+
+    logits (N, C, ...), y int64 (N, ...). Both results are tensors without dimensions on the device,
+    the first with its graph. They are sums because means cannot be added up over ranks.
+    """
+    if y.is_floating_point():  # cross_entropy would take them for probabilities
+        raise InputError("labels must be integers; a regression sets batch_sums and count_labels")
+    loss_sum = F.cross_entropy(logits, y, reduction="sum")
+    predicted = logits.detach().max(dim=1).indices  # argmax takes ten times as long on a CPU
+    return loss_sum, (predicted == y).sum()
 
 
 # ---- Which samples a rank reads
 class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
-    The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all ranks know
-    it. Of W ranks, rank r reads positions r, r + W, r + 2W, ... So after k samples on each rank exactly
-    the first k * W positions have been read: one number, `start`, says how far the job has come, and any
-    number of ranks can go on from there.
+    The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all
+    ranks know it. Of W ranks, rank r reads positions r, r + W, r + 2W, ... of it. After k samples
+    on each rank exactly the first k * W positions have been read: one number, `start`, says how far
+    the job has come, and any number of ranks can go on from there.
 
-    A drop-in for torch.utils.data.distributed.DistributedSampler: same arguments, attributes, indices, but
-    4 bytes a sample where torch holds a list of Python ints (pytorch/pytorch#45427).
+    It has the arguments, attributes and indices of torch.utils.data.DistributedSampler, in 4 bytes
+    a sample where torch holds a list of Python integers (pytorch/pytorch#45427). It is no subclass:
+    a library that asks for torch's class by isinstance() does not recognise it.
 
     drop_last: leave out the last samples of the order if there is not one for every rank.
-    pad: otherwise repeat samples from the start of the order until all ranks have equally many, as training
-        needs: every step is a collective. With pad=False and drop_last=False each sample is read exactly once
-        and some ranks read one less: for evaluation (pytorch/pytorch#25162).
-    Raises ValueError for a number out of range, TypeError for a dataset without a length.
+    pad: otherwise repeat samples from the start of the order until all ranks have equally many, as
+        training needs, where every step is a collective. With pad=False and drop_last=False each
+        sample is read exactly once and some ranks read one less: that is for evaluation.
+    Raises ValueError for a rank or start out of range, TypeError for a dataset without a length.
     """
 
-    def __init__(self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False,
-                 *, pad=True):
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank is {rank}, but must be in [0, num_replicas), here [0, {num_replicas})")
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
+    def __init__(
+        self,
+        dataset,
+        num_replicas=None,
+        rank=None,
+        shuffle=True,
+        seed=0,
+        drop_last=False,
+        *,
+        pad=True,
+    ):
+        self.dataset = dataset
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        self.rank = dist.get_rank() if rank is None else rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.pad = pad
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank {self.rank} is not one of {self.num_replicas}, counted from 0")
         self.set_epoch(0)
 
     def set_epoch(self, epoch, start=0):
-        """Choose the epoch's order, without its first `start` samples, which the job has already read."""
+        """Choose the epoch's order, without its first `start` samples: the job has read them."""
         if not 0 <= start <= len(self.dataset):
             raise ValueError(f"start is {start}, but must be in [0, {len(self.dataset)}]")
+        self.epoch = epoch
+        self.start = start
         self.total_size = len(self.dataset) - start
         if self.drop_last:
             self.total_size -= self.total_size % self.num_replicas
         elif self.pad:
             self.total_size += -self.total_size % self.num_replicas
-        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-        self.epoch, self.start, self._passes = epoch, start, 0
+        self.num_samples = len(self._positions())
+        self._passes = 0
+
+    def _positions(self):
+        """This rank's positions; those from len(dataset) on are padding, and wrap around."""
+        return range(self.start + self.rank, self.start + self.total_size, self.num_replicas)
 
     def __len__(self):
         return self.num_samples
 
     def __iter__(self):
         n = len(self.dataset)
-        # Positions in the order; those from n on are padding and wrap around to its start.
-        positions = range(self.start + self.rank, self.start + self.total_size, self.num_replicas)
+        positions = self._positions()
         if not self.shuffle:
-            return (position % n for position in positions)
+            for position in positions:
+                yield position % n
+            return
         self._passes += 1
-        if self._passes == 2:  # torch stays silent and trains on one order for ever: pytorch/pytorch#11324
-            warnings.warn(f"second pass over the order of epoch {self.epoch}: call set_epoch(epoch) "
-                          "before each epoch, or every epoch has the same order", stacklevel=2)
+        if self._passes == 2:  # torch stays silent and trains on one order: pytorch/pytorch#31771
+            warnings.warn(
+                f"second pass over the order of epoch {self.epoch}: call set_epoch(epoch) "
+                "before each epoch, or every epoch has the same order",
+                stacklevel=2,
+            )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(n, generator=generator, dtype=torch.int32 if n < 2**31 else torch.int64)
-        # contiguous() copies this rank's part, and the whole order is freed on return.
-        mine = order[positions.start:positions.stop:positions.step].contiguous()
-        padding = [int(order[position % n]) for position in positions[len(mine):]]
-        # In chunks: a list of all indices would take 36 bytes for each.
-        chunks = (chunk.tolist() for chunk in mine.split(8192))
-        return itertools.chain(itertools.chain.from_iterable(chunks), padding)
+        dtype = torch.int32 if n < 2**31 else torch.int64
+        order = torch.randperm(n, generator=generator, dtype=dtype)
+        mine = order[positions.start : positions.stop : positions.step].clone()
+        padding = [int(order[position % n]) for position in positions[len(mine) :]]
+        del order  # from here on only this rank's part of it is in memory
+        for chunk in mine.split(8192):  # a list of all indices would take 36 bytes for each
+            yield from chunk.tolist()
+        yield from padding
 
 
 # ---- A step, evaluation, checkpoints
-def batch_sums(loss, logits, y):
-    """float64 (3,) on the device: of one batch the sum of the losses, the correct labels, the labels."""
-    labels = (y >= 0).sum().double()  # cross_entropy ignores -100
-    correct = (logits.detach().max(dim=1).indices == y).sum()  # argmax: ten times slower on CPUs
-    return torch.stack([loss.detach() * labels, correct, labels])
+def forward(model, x, y, amp):
+    """Run model and loss on a micro-batch, and return (loss_sum, sums).
+
+    loss_sum has its graph. sums has none: it is float64 (3,) on the device, the sum of the losses,
+    the correct labels and the labels, to be added up over micro-batches, steps and ranks.
+    y may be shorter than x: the samples of x beyond it do not count.
+    """
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=amp):
+        logits = model(x)  # DDP: broadcast of rank 0's buffers, once a step
+        loss_sum, correct = batch_sums(logits[: len(y)], y)
+    sums = torch.stack([loss_sum.double(), correct, count_labels(y)])
+    return loss_sum, sums.detach()
+
+
+def train_step(model, optimizer, x, y, micro_batch_size, amp=False):
+    """Make one optimizer step of the job, from this rank's share (x, y) of the global batch.
+
+    Its gradient is that of the mean loss over all labels of the global batch, however they are
+    spread over ranks and micro-batches. A mean of the means over each micro-batch would be another
+    gradient wherever these have unequally many labels (huggingface/transformers#34242).
+    y may be shorter than x: the samples of x beyond it do not count.
+    Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
+    """
+    labels = count_labels(y)
+    reduction = dist.all_reduce(labels, async_op=True)  # DDP: all-reduce, while forward() runs
+    sums = 0
+    for begin in range(0, len(x), micro_batch_size):
+        end = begin + micro_batch_size
+        accumulate = end < len(x) and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if accumulate else contextlib.nullcontext():
+            loss_sum, micro_batch_sums = forward(model, x[begin:end], y[begin:end], amp)
+            if begin == 0:
+                reduction.wait()  # on a GPU the stream waits, not this process
+            # The wrapper takes the mean over ranks. Without any label the gradient is zero.
+            loss = loss_sum * dist.get_world_size() / labels.clamp(min=1)
+            loss.backward()  # DDP: all-reduce of the gradients, with the last micro-batch
+        sums += micro_batch_sums
+    # Clip gradients here, and set the learning rate of a schedule.
+    optimizer.step()
+    optimizer.zero_grad()
+    return sums
 
 
 def all_reduce_sums(sums):
-    """The batch_sums of all ranks, added up, as numbers. (Means over batches cannot be added up.)"""
+    """Return the sums of all ranks, added up, on the CPU; this waits for the device."""
     sums = sums.clone()
-    if dist.is_initialized():
-        dist.all_reduce(sums)  # DDP: all-reduce
-    return sums.tolist()
+    dist.all_reduce(sums)  # DDP: all-reduce
+    return sums.cpu()
 
 
-def train_steps(model, loader, optimizer, device, sums, accumulate=1, amp=False):
-    """Train on what the loader gives; yield this rank's samples so far, before each step and after the last.
+@torch.no_grad()
+def evaluate(module, loader, device, amp=False):
+    """Return [loss, accuracy] over the batches of all ranks; some ranks may have more than others.
 
-    model: wrapped in DistributedDataParallel or not; all ranks must get equally many batches.
-    sums: float64 (3,) on the device, to which the batch_sums are added; .item() would wait for the GPU.
-    accumulate: micro-batches in a step; its gradient is their mean, also in the last, shorter one.
+    module: the bare one. The wrapper's forward is a collective, which a rank without a batch would
+    miss. It is left in eval mode. Without any label both results are nan.
     """
-    model.train()
-    batches, samples = iter(loader), 0
-    yield samples
-    while micro_batches := list(itertools.islice(batches, accumulate)):
-        for i, (x, y) in enumerate(micro_batches, 1):
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-            no_sync = isinstance(model, DistributedDataParallel) and i < len(micro_batches)
-            with model.no_sync() if no_sync else contextlib.nullcontext():  # DDP: one all-reduce a step
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-                    logits = model(x)  # DDP: broadcast of rank 0's buffers, once a step
-                    loss = F.cross_entropy(logits, y)
-                (loss / len(micro_batches)).backward()  # DDP: all-reduce of the gradients
-            sums += batch_sums(loss, logits, y)
-            samples += len(x)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield samples
-
-
-@torch.inference_mode()
-def evaluate(model, loader, device):
-    """(loss, accuracy) over the loaders of all ranks, however many; leaves the model in eval mode."""
-    # Not the wrapper, which broadcasts buffers: a rank without a batch would not take part.
-    module = (model.module if isinstance(model, DistributedDataParallel) else model).eval()
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)  # DDP: broadcast; all use rank 0's statistics of BatchNorm
+    module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for x, y in loader:
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        logits = module(x)
-        sums += batch_sums(F.cross_entropy(logits, y), logits, y)
-    loss_sum, correct, labels = all_reduce_sums(sums)
-    return loss_sum / labels, correct / labels
+    for batch in loader:
+        x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
+        sums += forward(module, x, y, amp)[1]
+    job_sums = all_reduce_sums(sums)  # DDP: all-reduce
+    return (job_sums[:2] / job_sums[2]).tolist()
 
 
 def digest(module):
     """SHA-256 over all parameters and buffers: equal digests, equal modules."""
     sha256 = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        sha256.update(name.encode())
+    for tensor in module.state_dict().values():
         sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
     return sha256.hexdigest()
 
 
-class InputError(ValueError):
-    """Input that cannot work: one line on stderr, status 2."""
-
-
 def save_checkpoint(path, state):
-    """Write a checkpoint. At every moment, `path` is the old one or the new one, complete."""
-    folder, name = os.path.split(os.path.realpath(path))
-    temporary = os.path.join(folder, f".{name}.new")  # the next one writes over what a kill leaves
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())  # the data before the name: a crash must not leave an empty file
-    os.replace(temporary, os.path.join(folder, name))
-    directory = os.open(folder, os.O_RDONLY)
-    os.fsync(directory)  # and now the name
-    os.close(directory)
+    """Write a checkpoint. At every moment `path` is the old one or the new one, complete."""
+    path = os.path.realpath(path)  # through a link to the file itself
+    temporary = f"{path}.{uuid.uuid4().hex}"  # no other writer has this name
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # before the renaming: a crash must not leave an empty file
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
 
 
-def resume(path, job, module, optimizer, device):
-    """Load the checkpoint at path, if there is one: (epoch, samples of that epoch already read, their sums).
+class InputError(ValueError):
+    """Input that cannot work: one line, status 2. In a job all ranks must raise it together."""
 
-    job: a dict of what must be the same to go on. Raises InputError, naming what is wrong with the file.
+
+def load_checkpoint(path, job):
+    """Return the checkpoint at path, its tensors on the CPU, or None if there is none.
+
+    job: a dictionary of what must be the same to go on from it. Raises InputError if the file is
+    damaged or of another job, and says in what it differs.
     """
-    state = dict(epoch=0, samples=0, sums=[0.0, 0.0, 0.0])
-    if path and os.path.exists(path):
-        try:
-            # To the CPU: else all ranks load onto rank 0's GPU. (Adam's counters on a GPU stall each step.)
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            saved = dict(state["job"])
-        except Exception as error:  # which one depends on where the damage is
-            raise InputError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from error
-        for name in job | saved:
-            if job.get(name) != saved.get(name):
-                raise InputError(f"{path} is the checkpoint of another job: its {name} is {saved.get(name)}, "
-                                 f"but here it is {job.get(name)}")
-        module.load_state_dict(state["module"])
-        for group, saved_group in zip(optimizer.param_groups, state["optimizer"]["param_groups"]):
-            saved_group["lr"] = group["lr"]  # the command line's
-        optimizer.load_state_dict(state["optimizer"])
-    place = [state["epoch"], state["samples"]]
-    *totals, ranks = all_reduce_sums(torch.tensor([*place, 1], dtype=torch.float64, device=device))
-    if totals != [ranks * number for number in place]:
-        raise InputError(f"the ranks find different checkpoints: {path} must be one file for all")
-    return *place, state["sums"]
+    if not path or not os.path.exists(path):
+        return None
+    try:
+        # To the CPU: otherwise every rank's copy lands on GPU 0 (pytorch/examples#969).
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = dict(state["job"])
+    except Exception as error:  # which one depends on where the damage is
+        raise InputError(
+            f"{path} is damaged or not a checkpoint ({type(error).__name__})"
+        ) from error
+    for name in job | saved:
+        there, here = saved.get(name), job.get(name)
+        if there != here:
+            raise InputError(f"{path} is of another job: {name} was {there}, but is {here} here")
+    return state
 
 
 # ---- The training loop
-def end_with_parent(worker_id=None):
-    """In a rank or loader worker: end with who started it. (PyTorch's own watches the fork server.)"""
-    def wait():
-        if parent := mp.parent_process():  # not under torchrun
-            parent.join()
-            os._exit(1)
-    threading.Thread(target=wait, daemon=True).start()
+def on_rank_0(function, *args):
+    """Call function(*args) on rank 0; every rank returns its result, or raises its InputError."""
+    result = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = [function(*args)]
+        except InputError as error:
+            result = [error]
+    dist.broadcast_object_list(result)  # DDP: broadcast
+    if isinstance(result[0], InputError):
+        raise result[0]
+    return result[0]
 
 
-def make_loader(dataset, device, args, drop_last=False, **sampling):
-    """(this rank's loader of a dataset, the object whose set_epoch says what is read)."""
-    sampler = None if isinstance(dataset, IterableDataset) else DistributedSampler(
-        dataset, seed=args.seed, drop_last=drop_last, **sampling)  # DDP: the sampler
-    options = dict(generator=torch.Generator().manual_seed(args.seed + dist.get_rank()))  # DDP: own seeds
-    if args.num_workers:
-        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. A fork server is a
-        # clean process that imports torch once; with spawn every worker does.
-        mp.set_forkserver_preload(["torch.utils.data", "torch.distributed.nn"])
-        options |= dict(multiprocessing_context="forkserver", worker_init_fn=end_with_parent)
-    loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
-                        drop_last=drop_last, pin_memory=device.type == "cuda", **options)
-    return loader, dataset if sampler is None else sampler
+def print_on_rank_0(text, **options):
+    """Print for the whole job, with print's options."""
+    if dist.get_rank() == 0:
+        print(text, flush=True, **options)
 
 
-def settle_buckets(model, dataset, device):
-    """Have DDP lay out its gradient buckets for good, before the first step (eval: no buffer changes).
+def leave_if_orphaned(worker_id=None):
+    """End this process if the one that started it is gone: it may have died during our imports."""
+    parent = mp.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)
 
-    It does so after its first backward, by the order in which gradients came, and the layout decides in which
-    order three or more ranks are added up: a job resumed with the first layout drifts in the last bit.
+
+def make_loader(dataset, batch_size, device, args, training):
+    """Return (this rank's loader of a dataset, the object whose set_epoch says what it reads)."""
+    is_stream = isinstance(dataset, IterableDataset)
+    drop_last = training and args.drop_last
+    sampler = None
+    if not is_stream:
+        sampler = DistributedSampler(  # DDP: each rank reads its own part
+            dataset, shuffle=training, seed=args.seed, drop_last=drop_last, pad=training
+        )
+    workers = {}
+    if args.num_workers > 0:
+        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. Tensors are
+        # passed by file name, because a process may not open many file descriptors.
+        mp.set_sharing_strategy("file_system")
+        # set_epoch does not reach a stream in a worker that is kept for the next epoch.
+        kept = not is_stream or isinstance(dataset, ShardStream)
+        workers = {
+            "multiprocessing_context": "spawn",
+            "persistent_workers": training and kept,
+            "worker_init_fn": leave_if_orphaned,
+        }
+    loader = DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+        num_workers=args.num_workers,
+        generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),  # DDP: own numbers
+        **workers,
+    )
+    return loader, dataset if is_stream else sampler
+
+
+def first_sample_twice(dataset):
+    """Return a batch of the dataset's first sample, twice: BatchNorm may refuse a single one."""
+    for sample in dataset:
+        return default_collate([sample, sample])
+    raise InputError("the validation data has no sample")
+
+
+def settle_buckets(model, val_set, device, amp):
+    """Have DDP lay out its gradient buckets for good, before the first step.
+
+    It lays them out anew after its first backward, in the order in which gradients came, and the
+    layout decides in which order the ranks are added up. Without this, a resumed job on three or
+    more ranks drifts in the last bit. Rank 0's sample is for all: another may have none.
     """
-    x, y = default_collate([next(iter(dataset))])
-    if y.is_floating_point():
-        raise InputError("labels must be integers: cross_entropy takes floats as probabilities")
-    model.eval()
-    F.cross_entropy(model(x.to(device)), y.to(device)).backward()  # DDP: all-reduce
+    x, y = on_rank_0(first_sample_twice, val_set)  # DDP: broadcast
+    model.train()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    loss_sum, _ = forward(model, x.to(device), y.to(device), amp)
+    loss_sum.backward()  # DDP: all-reduce
     model.zero_grad()
+    with torch.no_grad():
+        for buffer, saved in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(saved)
 
 
-def seed_step(seed, epoch, samples, rank):
-    """Seed PyTorch for the step after `samples` samples of the epoch, in a tenth of a millisecond.
+def count_samples(dataset):
+    """The number of samples of an epoch, over all ranks."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.samples_per_epoch
+    return len(dataset)
 
-    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not so with
-    NumPy's generator or in loader workers: draw from (seed, index) there, as SyntheticDataset does.
+
+def describe_job(train_set, module, optimizer, args):
+    """What a checkpoint and the job that goes on from it must have in common, as a dictionary."""
+    group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return {
+        "the dataset": type(train_set).__name__,
+        "the number of samples": count_samples(train_set),
+        "--length": args.length,
+        "--seed": args.seed,
+        "the optimizer": [type(optimizer).__name__, *group_sizes],
+        **{name: list(tensor.shape) for name, tensor in module.state_dict().items()},
+    }
+
+
+def seed_step(seed, epoch, samples_read, rank):
+    """Seed PyTorch for the step after `samples_read` samples of the epoch.
+
+    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not
+    so with NumPy's generator or in loader workers: there, draw from (seed, index) as
+    SyntheticDataset does.
     """
-    torch.manual_seed(int(np.random.SeedSequence((seed, epoch, samples, rank)).generate_state(1, "u8")[0]))
+    torch.manual_seed(hash((seed, epoch, samples_read, rank)))  # integers hash alike everywhere
+
+
+def check_finite(module, sums):
+    """Raise FloatingPointError, on all ranks alike, if the loss or a parameter is not finite."""
+    for tensor in [sums, *module.parameters()]:
+        if not tensor.isfinite().all():
+            raise FloatingPointError("the loss or a parameter is not finite; it is not saved")
+
+
+def resume(state, module, optimizer, args):
+    """Go on from a checkpoint, or from the beginning if it is None.
+
+    Returns the job's progress (epoch, samples_read, sums): how many samples of which epoch it has
+    read, and what they came to over all ranks, float64 (3,) on the CPU.
+    """
+    if state is None:
+        return 0, 0, torch.zeros(3, dtype=torch.float64)
+    module.load_state_dict(state["module"])
+    # The learning rate and the other hyperparameters are this job's, not the checkpoint's.
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizer"]})
+    epoch, samples_read, _ = state["progress"]
+    print_on_rank_0(f"resuming from {args.checkpoint}: epoch {epoch}, {samples_read} samples read")
+    if state["global_batch_size"] != args.global_batch_size:
+        print_on_rank_0(f"until now the global batch size was {state['global_batch_size']}")
+    return state["progress"]
+
+
+def save_job(job, module, optimizer, progress, args):
+    """Write what resume() goes on from, if the command line asks for it; all ranks may call it."""
+    if not args.checkpoint or dist.get_rank() != 0:  # DDP: one rank writes
+        return
+    state = {
+        "job": job,
+        "global_batch_size": args.global_batch_size,
+        "progress": progress,
+        "module": module.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],
+    }
+    save_checkpoint(args.checkpoint, state)
 
 
 def train(args, device):
-    """One rank's part of the job: task, sampler, wrapper, resume; then train, evaluate, report, save."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None  # DDP: rank 0 prints
-    torch.manual_seed(args.seed)
-    train_set, val_set, module = make_task(args)
-    loader, sampler = make_loader(train_set, device, args, args.drop_last)
-    val_loader, _ = make_loader(val_set, device, args, shuffle=False, pad=False)
-    num_samples = len(train_set) * (world_size if sampler is train_set else 1)  # over all ranks
+    """One rank's part of the job: train, evaluate, print and save, epoch by epoch."""
+    rank, world_size = dist.get_rank(), args.world_size
+    torch.manual_seed(args.seed)  # all ranks alike: they begin with the same net
+    train_set, val_set, module, optimizer = make_task(args)
     module.to(device)
+    optimizer.load_state_dict(optimizer.state_dict())  # follows, if it has a state already
     if args.sync_bn:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # DDP: all-gather of batch statistics
-    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
-    job = dict(data=type(train_set).__name__, samples=args.samples_per_epoch or num_samples, seed=args.seed)
-    job |= {"--length": args.length} | {name: list(x.shape) for name, x in module.state_dict().items()}
-    first_epoch, samples, saved_sums = resume(args.checkpoint, job, module, optimizer, device)
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    job = describe_job(train_set, module, optimizer, args)
+    state = on_rank_0(load_checkpoint, args.checkpoint, job)  # DDP: broadcast
+    first_epoch, samples_read, sums_before = resume(state, module, optimizer, args)
+    del state  # it is as large as module and optimizer
     if args.parallel == "dp":
         model = nn.DataParallel(module)
-    else:  # BatchNorm normalises a rank's batch by its own statistics; evaluation uses rank 0's
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: broadcast of the net
-    settle_buckets(model, train_set, device)  # DDP: the layout of its buckets
-
-    def save(epoch, samples, sums):
-        if not all(tensor.isfinite().all() for tensor in [torch.tensor(sums), *module.parameters()]):
-            raise FloatingPointError(f"before epoch {epoch}, sample {samples}: loss or net not finite")
-        if rank == 0 and args.checkpoint:  # DDP: rank 0 saves
-            states = dict(module=module.state_dict(), optimizer=optimizer.state_dict())
-            save_checkpoint(args.checkpoint, dict(job=job, epoch=epoch, samples=samples, sums=sums, **states))
-
-    say(args.backend if args.parallel == "ddp" else "parallel dp", f"world size {world_size}", device.type,
-        f"torch {torch.__version__}", sep=", ")
-    if first_epoch or samples:
-        say(f"resuming from {args.checkpoint}: epoch {first_epoch}, sample {samples} of {num_samples}")
+    else:
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: broadcast
+    settle_buckets(model, val_set, device, args.amp)  # DDP: all-reduce
+    num_samples, share = count_samples(train_set), args.global_batch_size // world_size
+    loader, order = make_loader(train_set, share, device, args, training=True)
+    val_loader, _ = make_loader(val_set, args.micro_batch_size, device, args, training=False)
     for epoch in range(first_epoch, args.epochs):
-        sampler.set_epoch(epoch, samples)  # DDP: a new order, the same on every rank
-        sums = torch.tensor(saved_sums, dtype=torch.float64, device=device) * (rank == 0)
-        start, begin = samples, time.perf_counter()
-        first_step = math.ceil(start / (args.batch_size * args.accumulate * world_size))
-        last_step = first_step + math.ceil(len(loader) / args.accumulate)
-        steps = train_steps(model, loader, optimizer, device, sums, args.accumulate, args.amp)
-        for step, read in enumerate(steps, first_step):
-            samples = min(start + read * world_size, num_samples)
-            seed_step(args.seed, epoch, samples, rank)  # DDP: random numbers of its own
-            rate = read * world_size / (time.perf_counter() - begin)
+        order.set_epoch(epoch, samples_read)  # DDP: a new order, the same on every rank
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        start, begin = samples_read, time.perf_counter()
+        batches = iter(loader)
+        model.train()
+        for step in itertools.count(1):
+            seed_step(args.seed, epoch, samples_read, rank)  # DDP: random numbers of its own
+            batch = next(batches, None)
+            if batch is None:
+                break
+            x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
+            last_position = samples_read + (len(x) - 1) * world_size + rank
+            if last_position >= num_samples:
+                y = y[:-1]  # it is a sample that the sampler has repeated, and does not count
+            sums += train_step(model, optimizer, x, y, args.micro_batch_size, args.amp)  # DDP
+            samples_read = min(samples_read + len(x) * world_size, num_samples)
             if sys.stdout.isatty():
-                say(f"epoch {epoch} step {step}/{last_step} | {rate:.1f} samples/s", end="  \r")
-            if read and args.checkpoint_every and step % args.checkpoint_every == 0:
-                save(epoch, samples, all_reduce_sums(sums))
-        loss_sum, correct, labels = all_reduce_sums(sums)
+                rate = (samples_read - start) / (time.perf_counter() - begin)
+                progress = f"epoch {epoch} | {samples_read}/{num_samples} samples"
+                print_on_rank_0(f"{progress} | {rate:.1f} samples/s", end="  \r")
+            if args.checkpoint_every and step % args.checkpoint_every == 0:
+                job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce
+                check_finite(module, job_sums)
+                save_job(job, module, optimizer, (epoch, samples_read, job_sums), args)
+        job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce; the device has finished
+        rate = (samples_read - start) / (time.perf_counter() - begin)
+        check_finite(module, job_sums)
+        loss_sum, correct, labels = job_sums.tolist()
         if not labels:
-            raise InputError("nothing to train on: no rank has enough samples for a batch")
-        rate = read * world_size / (time.perf_counter() - begin)
-        for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: broadcast; all evaluate rank 0's statistics
-        val_loss, val_accuracy = evaluate(module, val_loader, device)
-        say(f"epoch {epoch} | loss {loss_sum / labels:.4f} accuracy {correct / labels:.3f} | "
-            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s")
-        samples, saved_sums = 0, [0.0] * 3
-        save(epoch + 1, samples, saved_sums)
-    say(f"parameters sha256 {digest(module)}")
+            raise InputError("nothing to train on: the epoch has no label")
+        val_loss, val_accuracy = evaluate(module, val_loader, device, args.amp)  # DDP: all-reduce
+        print_on_rank_0(
+            f"epoch {epoch} | loss {loss_sum / labels:.4f} accuracy {correct / labels:.3f} | "
+            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s"
+        )
+        samples_read, sums_before = 0, torch.zeros_like(sums_before)
+        save_job(job, module, optimizer, (epoch + 1, samples_read, sums_before), args)
+    print_on_rank_0(f"parameters sha256 {digest(module)}")
 
 
 # ---- One process of the job, and the launch
-def worker(local_rank, args, init_method="env://"):
-    """One process of the job, the local_rank-th of this machine: device, process group, then train()."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: no traceback
-    end_with_parent()
-    rank, world_size = local_rank, args.nproc_per_node
-    if "RANK" in os.environ:  # under torchrun
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.nproc_per_node == world_size:  # one machine: listen on loopback alone
+@record  # puts the traceback of a failure into torchrun's report
+def worker(rank, local_rank, args, store=None):
+    """One process of the job, the local_rank-th of its machine: device, process group, train().
+
+    store: where the processes find each other; without one, torchrun's environment says where.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: no tracebacks
+    leave_if_orphaned()
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # That store still has the addresses of dead ranks (pytorch/pytorch#135712, #167288).
+        sys.exit("this restart would hang: run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    if args.world_size == args.nproc_per_node:  # one machine: the loopback interface is enough
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
-    if "OMP_NUM_THREADS" not in os.environ:  # else each process takes all cores; torchrun sets it to 1
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # by the local rank: the global one counts over all machines
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(  # DDP: join
+        args.backend,
+        store=store,
+        rank=rank,
+        world_size=args.world_size,
+        device_id=device if args.backend == "nccl" else None,
+    )
+    print_on_rank_0(
+        f"{args.parallel} on {args.backend}, world size {args.world_size}, {device.type}, "
+        f"global batch size {args.global_batch_size}, torch {torch.__version__}"
+    )
+    status = 0
     try:
-        device = torch.device("cpu")
-        if torch.cuda.is_available():  # by the local rank: the global one counts over all machines
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size))
-        if args.nproc_per_node == world_size:
-            # torchrun keeps its store over a restart, and in it the addresses of dead ranks
-            # (pytorch/pytorch#135712). Not on several machines: each counts its own restarts (#108158).
-            store = dist.PrefixStore(f"restart {restart}", store)
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size,  # DDP: join
-                                device_id=device if args.backend == "nccl" else None)
         train(args, device)
-    except Exception as error:
-        status, message = 1, f"rank {rank} failed:\n{traceback.format_exc()}"
-        if isinstance(error, InputError):  # a loader worker's follows a traceback
-            reason = str(error).rpartition("InputError: ")[2].strip()
-            status, message = 2, f"{os.path.basename(sys.argv[0])}: error: {reason}"
-        with contextlib.suppress(Exception):  # there may be no store, or no longer
-            if store.add(f"failed {restart}", 1) > 1:  # the first says why; the others fail because it left
-                time.sleep(1)
-                os._exit(status)
-        print(message, file=sys.stderr, flush=True)
-        # Destroying the group could wait for ranks that wait for this one (pytorch/torchtitan#1342).
-        os._exit(status)
-    # A group still referenced aborts the interpreter at exit (pytorch/pytorch#190489). So train's model
-    # is gone by now, and torch.distributed.nn, whose default arguments would hold it, was imported early.
+    except InputError as error:
+        status = 2
+        print_on_rank_0(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+        dist.barrier()  # DDP: the first to leave ends the others, so the line must be out
+    # After another error a rank is not here: to leave the group could wait for ranks that wait for
+    # this one (pytorch/torchtitan#1342). Otherwise it is left, and nothing holds it any more: not
+    # train()'s model, and not the default arguments of torch.distributed.nn, which was imported
+    # before there was a group. A group that is held aborts at exit (pytorch/pytorch#190489).
     dist.destroy_process_group()  # DDP: leave
+    sys.exit(status)
+
+
+def spawned(rank, args, store_path):
+    """worker() in a process of mp.spawn, which shows one rank's traceback, not always the cause.
+
+    Every rank that fails prints its own here. Then its connections close, by which others fail, but
+    at the same moment mp.spawn hears of it and ends them.
+    """
+    try:
+        worker(rank, rank, args, dist.FileStore(store_path, args.world_size))
+    except Exception:
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)  # an ordinary exit closes the connections long before the process ends
 
 
 def launch(args):
-    """Start the job's processes and wait for them; return the exit status if it is not 0."""
-    # Else glibc gives large tensors' memory back in each step: a quarter slower on a CPU.
-    # The third hides a warning after a kill.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no traceback of an import of torch
-    with tempfile.TemporaryDirectory() as folder:  # a port could be another job's (pytorch/pytorch#126510)
-        context = mp.spawn(worker, (args, f"file://{folder}/store"), args.nproc_per_node, join=False)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            while not context.join(grace_period=3):
-                pass
+    """Start the job's processes on this machine; return the exit status if it is not 0."""
+    threads = max(1, torch.get_num_threads() // args.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or each process would take all cores
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # not whom it ends
+    with tempfile.TemporaryDirectory() as folder:
+        try:  # with a file for the store: a port could be another job's (pytorch/pytorch#126510)
+            mp.spawn(spawned, (args, f"{folder}/store"), args.nproc_per_node)
         except mp.ProcessExitedException as error:
-            if error.signal_name not in (None, "SIGINT"):  # one that raised has told why
+            if error.signal_name:
                 print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-            return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+            return max(error.exit_code, 1)
         except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        finally:
-            for process in context.processes:
+            for process in mp.active_children():
                 process.kill()
+            return 130
 
 
 # ---- Tar shards, for data too large to index
-def read_shard(path):
-    """Yield the samples of a tar file in webdataset's format, in order: a dict of "__key__" and its members.
+DECODERS = {
+    "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
+    "cls": int,
+    "json": json.loads,
+    "txt": bytes.decode,
+}
 
-    `a/017.x.npy` is "x.npy" of key "a/017". npy becomes an array, cls an int, json what it says, txt a str,
-    the rest stays bytes; nothing is unpacked or unpickled. Raises InputError, with file and member.
+
+def read_shard(path):
+    """Yield the samples of a tar file in webdataset's format, in order, as dictionaries.
+
+    A file `a/017.x.npy` is member "x.npy" of the sample whose "__key__" is "a/017". DECODERS says
+    by the end of its name what becomes of it; otherwise it stays bytes. Nothing is unpacked to disk
+    or unpickled. Raises ValueError, naming file and member, where the file is damaged.
     """
-    decoders = {"npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
-                "cls": int, "json": json.loads, "txt": bytes.decode}
     sample, member = {}, None
     with open(path, "rb") as file:
         try:
-            tar = tarfile.open(fileobj=file, mode="r:")
+            tar = tarfile.TarFile(fileobj=file)
             while member := tar.next():
                 tar.members.clear()  # or it would keep them all
                 name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
                 if not name or not member.isreg() or member.issparse():
                     continue
                 key, extension = name[1], name[2].lower()
-                if sample.get("__key__", key) != key:
+                if sample and sample["__key__"] != key:
                     yield sample
                     sample = {}
-                file.seek(member.offset_data)  # tarfile's reader costs as much again
-                decode = decoders.get(extension.rpartition(".")[2], bytes)
+                file.seek(member.offset_data)  # tarfile's own reader costs as much again
+                decode = DECODERS.get(extension.rpartition(".")[2], bytes)
                 sample |= {"__key__": key, extension: decode(file.read(member.size))}
-            file.seek(tar.offset)  # tarfile takes a damaged header for the end; the real end is zeros
+            file.seek(tar.offset)  # tarfile takes a damaged header for the end; the end is zeros
             if file.read(512) != bytes(512) or not sample:
                 raise ValueError("damaged, cut off or without a sample")
         except Exception as error:  # damaged headers raise many kinds
-            raise InputError(f"shard {path}, {member.name if member else 'at its end'}: {error}") from error
+            place = member.name if member else "at its end"
+            raise ValueError(f"shard {path}, {place}: {error}") from error
     yield sample
 
 
-class ShardStream(IterableDataset):
-    """(x, y) tensors from the x.npy and y.npy in tar shards, given as paths or glob patterns.
+def draw_shards(shards, generator):
+    """Yield shards without end, each drawn at random from all of them."""
+    while True:
+        yield shards[generator.integers(len(shards))]
 
-    resampled=True, for training: every loader worker of every rank draws shards with replacement, mixes the
-        samples in a buffer of shuffle_buffer, and stops at its part of samples_per_epoch, counted over all
-        ranks: none waits for one whose shards have run out (webdataset#225). A part smaller than a shard
-        never reaches its end. What is drawn depends on (seed, epoch, start, rank, worker).
-    resampled=False, for evaluation, where no step is a collective: the shards are split over ranks and loader
-        workers, and each sample is read exactly once. Raises InputError, as read_shard does.
+
+def read_pairs(shards):
+    """Yield (x, y) tensors, from the members x.npy and y.npy of each sample in the shards."""
+    for path in shards:
+        for sample in read_shard(path):
+            if "x.npy" not in sample or "y.npy" not in sample:
+                raise ValueError(f"shard {path}, {sample['__key__']}: x.npy or y.npy is missing")
+            yield torch.from_numpy(sample["x.npy"]), torch.from_numpy(sample["y.npy"])
+
+
+def shuffle(samples, buffer_size, generator):
+    """Yield endless samples in random order, from a buffer that grows with each up to its size."""
+    buffer = []
+    for sample in samples:
+        buffer.append(sample)
+        if len(buffer) < buffer_size:
+            buffer.append(next(samples))
+        yield buffer.pop(generator.integers(len(buffer)))
+
+
+class ShardStream(IterableDataset):
+    """(x, y) tensors from tar shards, given as paths or glob patterns, for one of many ranks.
+
+    With samples_per_epoch, counted over all ranks, it is for training. Every loader worker of every
+    rank draws shards with replacement, without end, mixes their samples in a buffer, and cuts this
+    stream into epochs: the next one goes on where the last one stopped. So all ranks have equally
+    many samples (webdataset/webdataset#225), and no part of a shard is out of reach. What is drawn
+    depends on (seed, rank, worker) and on the epoch and start with which the stream begins.
+
+    Without it, for evaluation, the shards are split over ranks and loader workers, and each sample
+    is read once. Raises FileNotFoundError for a missing shard, and ValueError as read_shard does.
     """
 
-    def __init__(self, shards, samples_per_epoch=None, *, resampled=True, shuffle_buffer=1000, seed=0,
-                 num_replicas=None, rank=None):
-        self.shards = [path for pattern in shards for path in sorted(glob.glob(pattern)) or [pattern]]
-        self.samples_per_epoch, self.resampled = samples_per_epoch, resampled
-        self.shuffle_buffer, self.seed, self.epoch, self.start = shuffle_buffer, seed, 0, 0
+    def __init__(
+        self,
+        shards,
+        samples_per_epoch=None,
+        *,
+        seed=0,
+        shuffle_buffer=1000,
+        num_replicas=None,
+        rank=None,
+    ):
+        self.shards = []
+        for pattern in shards:
+            self.shards += sorted(glob.glob(pattern)) or [pattern]
+        self.samples_per_epoch = samples_per_epoch
+        self.seed = seed
+        self.shuffle_buffer = shuffle_buffer
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
-        if missing := [path for path in self.shards if not os.path.isfile(path)]:
-            raise InputError(f"there is no shard {missing[0]}")
+        self.set_epoch(0)
+        self._samples = None  # the endless stream, once it has begun in this process
 
     def set_epoch(self, epoch, start=0):
-        """Choose what to draw; of the epoch the job has already read `start` samples."""
-        self.epoch, self.start = epoch, start
-
-    def __len__(self):
-        return math.ceil(max(0, self.samples_per_epoch - self.start) / self.num_replicas)
+        """Say which epoch comes, and that the job has already read `start` samples of it."""
+        self.epoch = epoch
+        self.start = start
 
     def __iter__(self):
-        info, buffer = torch.utils.data.get_worker_info(), []
+        info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        generator = np.random.default_rng((self.seed, self.epoch, self.start, self.rank, worker))
-        paths, reads, size = self.shards[self.rank::self.num_replicas][worker::num_workers], None, 1
-        if self.resampled:
-            paths = (self.shards[generator.integers(len(self.shards))] for _ in itertools.count())
-            count = len(range(worker, len(self), num_workers))
-            size = max(1, min(self.shuffle_buffer, count))
-            reads = count + size - 1
-        samples = ((path, sample) for path in paths for sample in read_shard(path))
-        for path, sample in itertools.islice(samples, reads):
-            if not {"x.npy", "y.npy"} <= sample.keys():
-                raise InputError(f"shard {path}, sample {sample['__key__']}: x.npy or y.npy is missing")
-            buffer.append((torch.from_numpy(sample["x.npy"]), torch.from_numpy(sample["y.npy"])))
-            if len(buffer) == size:
-                yield buffer.pop(generator.integers(size))
+        if self.samples_per_epoch is None:
+            return read_pairs(self.shards[self.rank :: self.num_replicas][worker::num_workers])
+        if self._samples is None:
+            generator = np.random.default_rng(
+                (self.seed, self.epoch, self.start, self.rank, worker)
+            )
+            pairs = read_pairs(draw_shards(self.shards, generator))
+            self._samples = shuffle(pairs, self.shuffle_buffer, generator)
+        left = len(range(self.start, self.samples_per_epoch, self.num_replicas))
+        self.start = 0  # set_epoch does not reach a worker that is kept for the next epoch
+        return itertools.islice(self._samples, len(range(worker, left, num_workers)))
 
 
-def write_shards(folder, dataset, shard_size=25):
-    """Write the (x, y) of a dataset as tar shards into a folder; FileExistsError if it has such already."""
-    os.makedirs(folder, exist_ok=True)
-    for first in range(0, len(dataset), shard_size):
-        with tarfile.open(os.path.join(folder, f"{first // shard_size:06d}.tar"), "x") as tar:
-            for i in range(first, min(first + shard_size, len(dataset))):
-                for name, tensor in zip("xy", dataset[i]):
-                    data = io.BytesIO()
-                    np.save(data, tensor.numpy())
-                    member = tarfile.TarInfo(f"{i:06d}.{name}.npy")
-                    member.size = data.tell()
-                    tar.addfile(member, io.BytesIO(data.getvalue()))
-
-
-CASES = [  # the sampler at work: title, samples, with a sampler, set_epoch called, drop_last
+# ---- The sampler at work
+CASES = [  # title, samples, with a sampler, set_epoch called, drop_last
     ("1: no sampler: every rank reads everything", 8, False, False, True),
     ("2: with the sampler: ranks split the data, the same way every epoch", 8, True, False, True),
     ("3: set_epoch: a new split each epoch", 8, True, True, True),
     ("4: 3 samples a rank: short batches are kept", 6, True, False, False),
-    ("4, dropping the short batch: a batch of 4 never fills, nothing is read", 6, True, False, True),
+    (
+        "4, dropping the short batch: a batch of 4 never fills, nothing is read",
+        6,
+        True,
+        False,
+        True,
+    ),
     ("5: 5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
     ("5, with set_epoch: it is the first of that epoch's order", 5, True, True, False),
     ("6: last batches of one sample, which BatchNorm may refuse", 10, True, False, False),
@@ -540,120 +775,129 @@ CASES = [  # the sampler at work: title, samples, with a sampler, set_epoch call
 ]
 
 
-def show_case(title, num_samples, with_sampler, set_epoch, drop_last, num_replicas=2, batch_size=4):
-    """Print the batches that each rank reads in two epochs (*: again). drop_last: of sampler and loader."""
-    print(f"\ncase {title}\n{num_samples} samples, {num_replicas} ranks, batches of {batch_size}")
+def show_case(title, num_samples, with_sampler, set_epoch, drop_last):
+    """Print the batches of 4 samples that each of two ranks reads in two epochs."""
+    print(f"\ncase {title}\n{num_samples} samples, 2 ranks, batches of 4")
     for epoch in range(2):
-        unread = set(range(num_samples))
-        for rank in range(num_replicas):
+        for rank in range(2):
             sampler = range(num_samples)
             if with_sampler:
-                sampler = DistributedSampler(sampler, num_replicas, rank, drop_last=drop_last)
+                sampler = DistributedSampler(sampler, 2, rank, drop_last=drop_last)
                 sampler.set_epoch(epoch if set_epoch else 0)
-            print(f"  epoch {epoch}  rank {rank}", end="")
-            for batch in BatchSampler(sampler, batch_size, drop_last):
-                print("  [" + ", ".join(f"{i}" if i in unread else f"{i}*" for i in batch) + "]", end="")
-                unread -= set(batch)
-            print()
-        if unread:
-            print(f"  epoch {epoch}  read by no rank:", *sorted(unread))
+            batches = BatchSampler(sampler, 4, drop_last)
+            print(f"  epoch {epoch}  rank {rank} ", *batches)
 
 
 # ---- The command line
-def number(kind, low, high):
-    """An argparse type: a number from low to high."""
+def number(kind, low):
+    """An argparse type: a number from low on, within reason."""
+
     def parse(text):
-        if not low <= kind(text) <= high:
+        if not low <= kind(text) <= 2**40:
             raise ValueError
         return kind(text)
-    parse.__name__ = f"{kind.__name__} from {low} to {high}"  # argparse: invalid int from 1 to 9 value: '0'
+
+    parse.__name__ = (
+        f"{kind.__name__} from {low} to 2**40"  # invalid int from 1 to 2**40 value: '0'
+    )
     return parse
 
 
 def make_parser():
-    """The options of all commands; parser.error prints one line and exits with status 2."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, count = parser.add_argument, number(int, 1, 2**40)
-    add("command", nargs="?", choices=["train", "cases", "write-shards"], default="train", help="[train]")
-    add("folder", nargs="?", metavar="DIR", help="of write-shards")
-    add("--nproc-per-node", type=number(int, 1, 4096), metavar="N", help="[one per GPU, without GPUs 2]")
-    add("--backend", choices=["nccl", "gloo"], help="[nccl if each process has its own GPU, else gloo]")
-    add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel in one process [ddp]")
-    add("--num-workers", type=number(int, 0, 999), default=0, metavar="N", help="loader workers of each [0]")
-    add("--epochs", type=count, default=6, metavar="N", help="[6]")
-    add("--batch-size", type=count, default=4, metavar="N", help="samples in a batch of one process [4]")
-    add("--accumulate", type=count, default=1, metavar="K", help="micro-batches in a step [1]")
-    add("--lr", type=number(float, 1e-12, 1e30), default=0.01, metavar="X", help="not scaled [0.01]")
-    add("--drop-last", action="store_true", help="leave out what does not fill a batch of each process")
-    add("--amp", action="store_true", help="run the net under bfloat16 autocast")
-    add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes (GPUs only)")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="of all that is random [0]")
-    add("--num-samples", type=count, metavar="N", help="in the synthetic dataset [100]")
-    add("--length", type=number(int, 2, 2**28), default=10000, metavar="L", help="positions a sample [10000]")
-    add("--shards", nargs="+", metavar="TAR", help="train on tar shards instead: paths or glob patterns")
-    add("--val-shards", nargs="+", metavar="TAR", help="and evaluate on these")
-    add("--samples-per-epoch", type=count, metavar="N", help="over all processes, of the shards")
-    add("--shard-size", type=count, default=25, metavar="M", help="samples in a written shard [25]")
-    add("--checkpoint", metavar="PATH", help="resume from this file if it exists; write it after each epoch")
-    add("--checkpoint-every", type=count, metavar="N", help="and after every N steps")
+    """The options; parser.error prints one line and exits with status 2."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    count = number(int, 1)
+    add("command", nargs="?", choices=["train", "cases"], default="train", help="[train]")
+    add("--nproc-per-node", type=count, help="processes [one per GPU, without GPUs 2]")
+    add("--backend", choices=["nccl", "gloo"], help="[nccl if each process has its own GPU]")
+    add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel, one process")
+    add("--num-workers", type=number(int, 0), default=0, help="of each loader [0]")
+    add("--epochs", type=count, default=6, help="[6]")
+    add("--global-batch-size", type=count, help="samples in a step of the job [4 a process]")
+    add("--micro-batch-size", type=count, help="samples computed at once [a process's share]")
+    add("--lr", type=number(float, 0), default=0.01, help="not scaled [0.01]")
+    add("--drop-last", action="store_true", help="leave out what does not fill a global batch")
+    add("--amp", action="store_true", help="run net and loss under bfloat16 autocast")
+    add("--sync-bn", action="store_true", help="BatchNorm over all processes (GPUs only)")
+    add("--seed", type=number(int, 0), default=0, help="of all that is random [0]")
+    add("--num-samples", type=count, default=100, help="in the synthetic dataset [100]")
+    add("--length", type=count, default=10000, help="positions in a sample [10000]")
+    add("--shards", nargs="+", default=[], help="train on tar shards: paths or patterns")
+    add("--val-shards", nargs="+", default=[], help="and evaluate on these")
+    add("--samples-per-epoch", type=count, help="drawn from the shards, over all processes")
+    add("--checkpoint", help="resume from this file if it exists; write it after each epoch")
+    add("--checkpoint-every", type=count, help="and after every so many steps of an epoch")
     return parser
 
 
-def check_job(args, refuse):
-    """Decide what a job's options leave open; refuse what cannot work."""
-    gpus, torchrun = torch.cuda.device_count(), "RANK" in os.environ
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says it in several lines
-        if gpus and not torch.cuda.is_available():
-            refuse(f"CUDA cannot start on {gpus} GPUs: mend the driver, or set CUDA_VISIBLE_DEVICES=")
-    if torchrun and not {"LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        refuse("RANK is set, but not LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR: use torchrun")
-    if torchrun and args.nproc_per_node:
-        refuse("--nproc-per-node is torchrun's own: give it before the file's name")
+def check_processes(args, refuse):
+    """Decide which processes the job has, and on which backend; refuse what cannot work."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    torchrun = dist.is_torchelastic_launched()
+    if torchrun:
+        if args.nproc_per_node:
+            refuse("--nproc-per-node is torchrun's own: give it before the file's name")
+        args.nproc_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if args.parallel == "dp":
-        if torchrun or (args.nproc_per_node or 1) > 1 or args.sync_bn or args.amp:
-            refuse("--parallel dp is one process, without --sync-bn and --amp (its threads forget the dtype)")
-        args.nproc_per_node, args.batch_size = 1, args.batch_size * max(1, gpus)  # one loader feeds all GPUs
-    args.nproc_per_node = int(os.getenv("LOCAL_WORLD_SIZE")) if torchrun else args.nproc_per_node or gpus or 2
-    # A launcher may show each process its own GPU alone. (If they share it: --backend gloo.)
-    gpu_each = args.nproc_per_node <= gpus or torchrun and gpus == 1
+        args.nproc_per_node = args.nproc_per_node or 1
+        if args.nproc_per_node > 1 or args.sync_bn or args.amp:
+            refuse("--parallel dp is one process, without --sync-bn and --amp")
+    args.nproc_per_node = args.nproc_per_node or gpus or 2
+    args.world_size = int(os.environ["WORLD_SIZE"]) if torchrun else args.nproc_per_node
+    gpu_each = args.nproc_per_node <= gpus or (torchrun and gpus == 1)  # it may see its own alone
     args.backend = args.backend or ("nccl" if gpu_each else "gloo")
     if args.backend == "nccl" and not gpu_each:
-        refuse(f"NCCL needs a GPU a process, {args.nproc_per_node} and not {gpus}: use --backend gloo")
+        refuse(f"NCCL needs a GPU a process, {args.nproc_per_node} and not {gpus}: --backend gloo")
     if args.sync_bn and not gpus:
         refuse("--sync-bn needs GPUs: SyncBatchNorm runs on nothing else")
-    if len({bool(args.shards), bool(args.val_shards), bool(args.samples_per_epoch)}) > 1:
+
+
+def check_batches(args, refuse):
+    """Decide the sizes of batches; refuse what cannot be divided."""
+    args.global_batch_size = args.global_batch_size or 4 * args.world_size
+    args.micro_batch_size = args.micro_batch_size or args.global_batch_size // args.world_size
+    if args.global_batch_size % args.world_size:
+        refuse(
+            f"--global-batch-size {args.global_batch_size} is no multiple of {args.world_size}, "
+            "the number of processes"
+        )
+
+
+def check_files(args, refuse):
+    """Refuse shards that are not there and a checkpoint that could not be written."""
+    of_shards = [args.shards, args.val_shards, args.samples_per_epoch]
+    if any(of_shards) and not all(of_shards):
         refuse("--shards, --val-shards and --samples-per-epoch go together")
-    if args.checkpoint == "" or args.checkpoint_every and not args.checkpoint:
-        refuse("--checkpoint needs a PATH, and --checkpoint-every needs --checkpoint")
-    if args.checkpoint:
-        try:
-            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(args.checkpoint))).close()
-        except OSError as error:
-            refuse(f"--checkpoint {args.checkpoint}: cannot create a file there: {error.strerror}")
+    for pattern in args.shards + args.val_shards:
+        if not glob.glob(pattern):
+            refuse(f"there is no shard {pattern}")
+    if args.checkpoint_every and not args.checkpoint:
+        refuse("--checkpoint-every needs --checkpoint")
+    if args.checkpoint is not None:
+        folder = os.path.dirname(os.path.realpath(args.checkpoint))
+        if not args.checkpoint or not os.access(folder, os.W_OK):
+            refuse(f"--checkpoint {args.checkpoint}: no file can be written there")
 
 
 def main(argv):
     """The program; returns the exit status if it is not 0."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if (args.command == "write-shards") != bool(args.folder):
-        parser.error("write-shards needs a DIR, and nothing else takes one")
     if args.command == "cases":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `cases | head` is no error
-        options = args.drop_last, args.nproc_per_node or 2, args.batch_size
-        for case in [("of your own", args.num_samples, True, True, *options)] if args.num_samples else CASES:
+        for case in CASES:
             show_case(*case)
-        return 0
-    args.num_samples = args.num_samples or 100
-    if args.command == "train":
-        check_job(args, parser.error)
-        return worker(int(os.environ["LOCAL_RANK"]), args) if "RANK" in os.environ else launch(args)
-    try:
-        write_shards(args.folder, SyntheticDataset(args.num_samples, args.length, args.seed), args.shard_size)
-    except OSError as error:
-        parser.error(error)
+        return None
+    check_processes(args, parser.error)
+    check_batches(args, parser.error)
+    check_files(args, parser.error)
+    if dist.is_torchelastic_launched():
+        return worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args)
+    return launch(args)
 
 
 if __name__ == "__main__":
