@@ -1000,7 +1000,10 @@ ddp.train_step = killed_step
 KILL_A_RANK_WHILE_ITS_LOADER_WORKER_IS_IMPORTED = """
 import multiprocessing
 if ":" in multiprocessing.current_process().name:  # SpawnProcess-1:1, the first one's first child
-    os.kill(os.getppid(), signal.SIGKILL)
+    rank = os.getppid()
+    os.kill(rank, signal.SIGKILL)
+    while os.getppid() == rank:
+        pass
 """
 
 TELL_OF_THREADS_AND_SOCKETS = """
