@@ -5,8 +5,10 @@
     bash run.sh --help         # the options
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-A comment that begins with DDP ends each line that all ranks must reach together, and each at which
-they must differ. The rest is what a training script for one GPU has, too.
+One process for each GPU runs this file. Its number is its rank; their number is the world size.
+They meet in collectives, calls that wait until every rank makes them: an all-reduce gives all ranks
+the sum of their tensors, a broadcast gives them rank 0's. A comment that begins with DDP marks each
+line in which ranks meet, and each in which they must differ. Copy these with care.
 """
 
 import argparse
@@ -31,7 +33,7 @@ import warnings
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early, or it would hold the process group: see worker()
+import torch.distributed.nn  # for its effect: see the end of worker()
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -48,7 +50,7 @@ from torch.utils.data import (
 )
 
 
-# ---- Your task: data, net, optimizer and loss. Nothing below this part knows them.
+# ---- Your task: data, net, optimizer and loss. To train what is yours, change this part.
 class SyntheticDataset(Dataset):
     """`num_samples` random signals with a label at every position.
 
@@ -140,9 +142,10 @@ class DistributedSampler(Sampler):
     on each rank exactly the first k * W positions have been read: one number, `start`, says how far
     the job has come, and any number of ranks can go on from there.
 
-    It has the arguments, attributes and indices of torch.utils.data.DistributedSampler, in 4 bytes
-    a sample where torch holds a list of Python integers (pytorch/pytorch#45427). It is no subclass:
-    a library that asks for torch's class by isinstance() does not recognise it.
+    It has the arguments, attributes and indices of torch.utils.data.DistributedSampler, and beyond
+    them `start`, to go on in mid-epoch, and `pad`, for evaluation. It needs 4 bytes a sample, where
+    torch holds a list of Python integers (pytorch/pytorch#45427). It is no subclass: a library that
+    asks for torch's class by isinstance() does not recognise it.
 
     drop_last: leave out the last samples of the order if there is not one for every rank.
     pad: otherwise repeat samples from the start of the order until all ranks have equally many, as
@@ -211,10 +214,10 @@ class DistributedSampler(Sampler):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         dtype = torch.int32 if n < 2**31 else torch.int64
         order = torch.randperm(n, generator=generator, dtype=dtype)
-        mine = order[positions.start : positions.stop : positions.step].clone()
+        mine = order[positions.start : positions.stop : positions.step].clone()  # no view of it
         padding = [int(order[position % n]) for position in positions[len(mine) :]]
-        del order  # from here on only this rank's part of it is in memory
-        for chunk in mine.split(8192):  # a list of all indices would take 36 bytes for each
+        del order  # From here on only this rank's part of it is in memory.
+        for chunk in mine.split(8192):  # A list of all indices would take 36 bytes for each.
             yield from chunk.tolist()
         yield from padding
 
@@ -228,7 +231,7 @@ def forward(model, x, y, amp):
     y may be shorter than x: the samples of x beyond it do not count.
     """
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=amp):
-        logits = model(x)  # DDP: broadcast of rank 0's buffers, once a step
+        logits = model(x)  # DDP: a wrapped model broadcasts rank 0's buffers, once a step
         loss_sum, correct = batch_sums(logits[: len(y)], y)
     sums = torch.stack([loss_sum.double(), correct, count_labels(y)])
     return loss_sum, sums.detach()
@@ -244,16 +247,18 @@ def train_step(model, optimizer, x, y, micro_batch_size, amp=False):
     Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
     """
     labels = count_labels(y)
-    reduction = dist.all_reduce(labels, async_op=True)  # DDP: all-reduce, while forward() runs
+    pending = dist.all_reduce(labels, async_op=True)  # DDP: all-reduce, while forward() runs
     sums = 0
     for begin in range(0, len(x), micro_batch_size):
         end = begin + micro_batch_size
-        accumulate = end < len(x) and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if accumulate else contextlib.nullcontext():
+        # Before the last micro-batch gradients are added up here, without an all-reduce.
+        is_last = end >= len(x) or not isinstance(model, DistributedDataParallel)
+        with contextlib.nullcontext() if is_last else model.no_sync():
             loss_sum, micro_batch_sums = forward(model, x[begin:end], y[begin:end], amp)
             if begin == 0:
-                reduction.wait()  # on a GPU the stream waits, not this process
-            # The wrapper takes the mean over ranks. Without any label the gradient is zero.
+                pending.wait()  # Now these are the labels of all ranks. (A GPU's stream waits.)
+            # In backward DDP divides the sum of the gradients by the world size: hence the factor,
+            # so that the divisor is the labels of all ranks. Without any label the gradient is 0.
             loss = loss_sum * dist.get_world_size() / labels.clamp(min=1)
             loss.backward()  # DDP: all-reduce of the gradients, with the last micro-batch
         sums += micro_batch_sums
@@ -297,14 +302,17 @@ def digest(module):
 
 
 def save_checkpoint(path, state):
-    """Write a checkpoint. At every moment `path` is the old one or the new one, complete."""
-    path = os.path.realpath(path)  # through a link to the file itself
-    temporary = f"{path}.{uuid.uuid4().hex}"  # no other writer has this name
+    """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
+
+    A process that is killed in between leaves a file beside it, PATH with 32 digits.
+    """
+    path = os.path.realpath(path)  # A link stays a link.
+    temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # before the renaming: a crash must not leave an empty file
+            os.fsync(file.fileno())  # Otherwise a crash might leave the name and no data.
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -327,7 +335,7 @@ def load_checkpoint(path, job):
     try:
         # To the CPU: otherwise every rank's copy lands on GPU 0 (pytorch/examples#969).
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = dict(state["job"])
+        saved = state["job"]
     except Exception as error:  # which one depends on where the damage is
         raise InputError(
             f"{path} is damaged or not a checkpoint ({type(error).__name__})"
@@ -341,7 +349,10 @@ def load_checkpoint(path, job):
 
 # ---- The training loop
 def on_rank_0(function, *args):
-    """Call function(*args) on rank 0; every rank returns its result, or raises its InputError."""
+    """Call function(*args) on rank 0; every rank returns its result, or raises its InputError.
+
+    So the others need not see the files. The result is pickled; with NCCL it goes through the GPU.
+    """
     result = [None]
     if dist.get_rank() == 0:
         try:
@@ -361,7 +372,10 @@ def print_on_rank_0(text, **options):
 
 
 def leave_if_orphaned(worker_id=None):
-    """End this process if the one that started it is gone: it may have died during our imports."""
+    """End this process if the one that started it has ended before anything could notice it.
+
+    worker_id: DataLoader passes the number of a loader worker.
+    """
     parent = mp.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)
@@ -378,8 +392,8 @@ def make_loader(dataset, batch_size, device, args, training):
         )
     workers = {}
     if args.num_workers > 0:
-        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. Tensors are
-        # passed by file name, because a process may not open many file descriptors.
+        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. The dataset's
+        # tensors go to the workers by file name: a process may open only so many files.
         mp.set_sharing_strategy("file_system")
         # set_epoch does not reach a stream in a worker that is kept for the next epoch.
         kept = not is_stream or isinstance(dataset, ShardStream)
@@ -395,7 +409,7 @@ def make_loader(dataset, batch_size, device, args, training):
         drop_last=drop_last,
         pin_memory=device.type == "cuda",
         num_workers=args.num_workers,
-        generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),  # DDP: own numbers
+        generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),  # DDP: for workers
         **workers,
     )
     return loader, dataset if is_stream else sampler
@@ -409,11 +423,12 @@ def first_sample_twice(dataset):
 
 
 def settle_buckets(model, val_set, device, amp):
-    """Have DDP lay out its gradient buckets for good, before the first step.
+    """Have DDP group the gradients for its all-reduces for good, before the first step.
 
-    It lays them out anew after its first backward, in the order in which gradients came, and the
-    layout decides in which order the ranks are added up. Without this, a resumed job on three or
-    more ranks drifts in the last bit. Rank 0's sample is for all: another may have none.
+    DDP sums groups of gradients, its buckets. After its first backward it groups them anew, in the
+    order in which they came, and the grouping decides in which order the ranks are added up. So a
+    resumed job on three or more ranks would differ from the uninterrupted one in the last bit.
+    All take rank 0's sample of the validation data, of which another rank may have none.
     """
     x, y = on_rank_0(first_sample_twice, val_set)  # DDP: broadcast
     model.train()
@@ -435,13 +450,15 @@ def count_samples(dataset):
 
 def describe_job(train_set, module, optimizer, args):
     """What a checkpoint and the job that goes on from it must have in common, as a dictionary."""
-    group_sizes = [len(group["params"]) for group in optimizer.param_groups]
     return {
         "the dataset": type(train_set).__name__,
         "the number of samples": count_samples(train_set),
         "--length": args.length,
         "--seed": args.seed,
-        "the optimizer": [type(optimizer).__name__, *group_sizes],
+        "the optimizer": [
+            type(optimizer).__name__,
+            *[len(group["params"]) for group in optimizer.param_groups],
+        ],
         **{name: list(tensor.shape) for name, tensor in module.state_dict().items()},
     }
 
@@ -449,11 +466,11 @@ def describe_job(train_set, module, optimizer, args):
 def seed_step(seed, epoch, samples_read, rank):
     """Seed PyTorch for the step after `samples_read` samples of the epoch.
 
-    So dropout and augmentation differ between ranks and steps, and are the same after resuming. Not
-    so with NumPy's generator or in loader workers: there, draw from (seed, index) as
+    So dropout and augmentation differ between ranks and steps, and are the same after resuming. It
+    does not reach NumPy's generator or loader workers: draw from (seed, index) there, as
     SyntheticDataset does.
     """
-    torch.manual_seed(hash((seed, epoch, samples_read, rank)))  # integers hash alike everywhere
+    torch.manual_seed(hash((seed, epoch, samples_read, rank)))  # Only hashes of strings vary.
 
 
 def check_finite(module, sums):
@@ -498,26 +515,26 @@ def save_job(job, module, optimizer, progress, args):
 def train(args, device):
     """One rank's part of the job: train, evaluate, print and save, epoch by epoch."""
     rank, world_size = dist.get_rank(), args.world_size
-    torch.manual_seed(args.seed)  # all ranks alike: they begin with the same net
+    torch.manual_seed(args.seed)  # All ranks begin with the same net.
     train_set, val_set, module, optimizer = make_task(args)
     module.to(device)
-    optimizer.load_state_dict(optimizer.state_dict())  # follows, if it has a state already
+    optimizer.load_state_dict(optimizer.state_dict())  # Adagrad has a state, which must follow.
     if args.sync_bn:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     job = describe_job(train_set, module, optimizer, args)
     state = on_rank_0(load_checkpoint, args.checkpoint, job)  # DDP: broadcast
     first_epoch, samples_read, sums_before = resume(state, module, optimizer, args)
-    del state  # it is as large as module and optimizer
+    del state  # It is as large as the module and the optimizer.
     if args.parallel == "dp":
         model = nn.DataParallel(module)
     else:
         model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: broadcast
     settle_buckets(model, val_set, device, args.amp)  # DDP: all-reduce
     num_samples, share = count_samples(train_set), args.global_batch_size // world_size
-    loader, order = make_loader(train_set, share, device, args, training=True)
+    loader, source = make_loader(train_set, share, device, args, training=True)
     val_loader, _ = make_loader(val_set, args.micro_batch_size, device, args, training=False)
     for epoch in range(first_epoch, args.epochs):
-        order.set_epoch(epoch, samples_read)  # DDP: a new order, the same on every rank
+        source.set_epoch(epoch, samples_read)  # DDP: a new order, the same on every rank
         sums = torch.zeros(3, dtype=torch.float64, device=device)
         start, begin = samples_read, time.perf_counter()
         batches = iter(loader)
@@ -529,8 +546,8 @@ def train(args, device):
                 break
             x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
             last_position = samples_read + (len(x) - 1) * world_size + rank
-            if last_position >= num_samples:
-                y = y[:-1]  # it is a sample that the sampler has repeated, and does not count
+            if last_position >= num_samples:  # At most one sample a rank is too many, its last.
+                y = y[:-1]  # It stays in x, as all ranks must make the step, but does not count.
             sums += train_step(model, optimizer, x, y, args.micro_batch_size, args.amp)  # DDP
             samples_read = min(samples_read + len(x) * world_size, num_samples)
             if sys.stdout.isatty():
@@ -541,7 +558,7 @@ def train(args, device):
                 job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce
                 check_finite(module, job_sums)
                 save_job(job, module, optimizer, (epoch, samples_read, job_sums), args)
-        job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce; the device has finished
+        job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce. The device is done.
         rate = (samples_read - start) / (time.perf_counter() - begin)
         check_finite(module, job_sums)
         loss_sum, correct, labels = job_sums.tolist()
@@ -564,17 +581,20 @@ def worker(rank, local_rank, args, store=None):
 
     store: where the processes find each other; without one, torchrun's environment says where.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: no tracebacks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback.
     leave_if_orphaned()
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # That store still has the addresses of dead ranks (pytorch/pytorch#135712, #167288).
+    if (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
+        # The store, in which ranks look each other up, is that of the dead ones
+        # (pytorch/pytorch#135712, #167288).
         sys.exit("this restart would hang: run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    if args.world_size == args.nproc_per_node:  # one machine: the loopback interface is enough
+    if args.world_size == args.nproc_per_node:  # On one machine, be reachable from this one only.
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     device = torch.device("cpu")
-    if torch.cuda.is_available():  # by the local rank: the global one counts over all machines
+    if torch.cuda.is_available():  # The local rank counts on this machine, the rank on all.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(  # DDP: join
@@ -594,35 +614,35 @@ def worker(rank, local_rank, args, store=None):
     except InputError as error:
         status = 2
         print_on_rank_0(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-        dist.barrier()  # DDP: the first to leave ends the others, so the line must be out
-    # After another error a rank is not here: to leave the group could wait for ranks that wait for
-    # this one (pytorch/torchtitan#1342). Otherwise it is left, and nothing holds it any more: not
-    # train()'s model, and not the default arguments of torch.distributed.nn, which was imported
-    # before there was a group. A group that is held aborts at exit (pytorch/pytorch#190489).
+        dist.barrier()  # DDP: launchers end all ranks when one leaves; the line is out by now
+    # After any other error this is not reached: destroying the group could wait for ranks that wait
+    # for this one (pytorch/torchtitan#1342). A group that something holds on to aborts the exit
+    # (pytorch/pytorch#190489). train()'s model is gone by now; default arguments of
+    # torch.distributed.nn would hold it if that were first imported while there is a group.
     dist.destroy_process_group()  # DDP: leave
     sys.exit(status)
 
 
 def spawned(rank, args, store_path):
-    """worker() in a process of mp.spawn, which shows one rank's traceback, not always the cause.
+    """worker() in a process of mp.spawn, with the traceback of the rank that failed first.
 
-    Every rank that fails prints its own here. Then its connections close, by which others fail, but
-    at the same moment mp.spawn hears of it and ends them.
+    mp.spawn shows the traceback of one rank, perhaps one that failed only because another was gone.
     """
     try:
         worker(rank, rank, args, dist.FileStore(store_path, args.world_size))
     except Exception:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        os._exit(1)  # an ordinary exit closes the connections long before the process ends
+        os._exit(1)  # An ordinary exit leaves the others time to fail, too.
 
 
 def launch(args):
     """Start the job's processes on this machine; return the exit status if it is not 0."""
     threads = max(1, torch.get_num_threads() // args.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or each process would take all cores
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # not whom it ends
+    os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Each process would take all cores.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # not of SIGTERM
     with tempfile.TemporaryDirectory() as folder:
-        try:  # with a file for the store: a port could be another job's (pytorch/pytorch#126510)
+        # Ranks meet through a file: a port could be another job's (pytorch/pytorch#126510).
+        try:
             mp.spawn(spawned, (args, f"{folder}/store"), args.nproc_per_node)
         except mp.ProcessExitedException as error:
             if error.signal_name:
@@ -678,7 +698,7 @@ def read_shard(path):
 def draw_shards(shards, generator):
     """Yield shards without end, each drawn at random from all of them."""
     while True:
-        yield shards[generator.integers(len(shards))]
+        yield generator.choice(shards)
 
 
 def read_pairs(shards):
@@ -690,8 +710,8 @@ def read_pairs(shards):
             yield torch.from_numpy(sample["x.npy"]), torch.from_numpy(sample["y.npy"])
 
 
-def shuffle(samples, buffer_size, generator):
-    """Yield endless samples in random order, from a buffer that grows with each up to its size."""
+def shuffle_endless(samples, buffer_size, generator):
+    """Yield endless samples in random order; until its buffer is full, read two and yield one."""
     buffer = []
     for sample in samples:
         buffer.append(sample)
@@ -749,9 +769,10 @@ class ShardStream(IterableDataset):
                 (self.seed, self.epoch, self.start, self.rank, worker)
             )
             pairs = read_pairs(draw_shards(self.shards, generator))
-            self._samples = shuffle(pairs, self.shuffle_buffer, generator)
+            self._samples = shuffle_endless(pairs, self.shuffle_buffer, generator)
+        # Equally many for all ranks: those of rank 0.
         left = len(range(self.start, self.samples_per_epoch, self.num_replicas))
-        self.start = 0  # set_epoch does not reach a worker that is kept for the next epoch
+        self.start = 0  # set_epoch does not reach a worker that is kept for the next epoch.
         return itertools.islice(self._samples, len(range(worker, left, num_workers)))
 
 
@@ -843,13 +864,14 @@ def check_processes(args, refuse):
         if args.nproc_per_node:
             refuse("--nproc-per-node is torchrun's own: give it before the file's name")
         args.nproc_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    if args.parallel == "dp":
-        args.nproc_per_node = args.nproc_per_node or 1
-        if args.nproc_per_node > 1 or args.sync_bn or args.amp:
-            refuse("--parallel dp is one process, without --sync-bn and --amp")
-    args.nproc_per_node = args.nproc_per_node or gpus or 2
+    default = 1 if args.parallel == "dp" else gpus or 2
+    args.nproc_per_node = args.nproc_per_node or default
     args.world_size = int(os.environ["WORLD_SIZE"]) if torchrun else args.nproc_per_node
-    gpu_each = args.nproc_per_node <= gpus or (torchrun and gpus == 1)  # it may see its own alone
+    if args.parallel == "dp" and (args.world_size > 1 or args.sync_bn or args.amp):
+        refuse("--parallel dp is one process, without --sync-bn and --amp")
+    gpu_each = args.nproc_per_node <= gpus
+    if torchrun and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpu_each = True  # The launcher shows each process only the GPU that is its own.
     args.backend = args.backend or ("nccl" if gpu_each else "gloo")
     if args.backend == "nccl" and not gpu_each:
         refuse(f"NCCL needs a GPU a process, {args.nproc_per_node} and not {gpus}: --backend gloo")
@@ -891,13 +913,13 @@ def main(argv):
     if args.command == "cases":
         for case in CASES:
             show_case(*case)
-        return None
+        return
     check_processes(args, parser.error)
     check_batches(args, parser.error)
     check_files(args, parser.error)
-    if dist.is_torchelastic_launched():
-        return worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args)
-    return launch(args)
+    if not dist.is_torchelastic_launched():
+        return launch(args)
+    worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import itertools
 import os
 import pathlib
 import re
+import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -140,10 +142,11 @@ def error_of_job(options, task=ddp.make_task):
         return f"{type(error).__name__}: {error}"
 
 
-def start(*command, **environ):
+def start(*command, cwd=None, **environ):
     """Start a Python program with its output in pipes, in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
         start_new_session=True,
         text=True,
@@ -163,9 +166,9 @@ def finish(process, status=0):
     return out, err
 
 
-def run(*command, status=0, **environ):
+def run(*command, status=0, **options):
     """Run a Python program to its end: return (stdout, stderr)."""
-    return finish(start(*command, **environ), status)
+    return finish(start(*command, **options), status)
 
 
 def plain_net():
@@ -203,7 +206,7 @@ class Test(unittest.TestCase):
         cls.addClassCleanup(shutil.rmtree, cls.folder)
 
     def script(self, fault):
-        """Write a program that changes ddp_reference and calls its main, as a user's script does."""
+        """Write a program that changes ddp_reference and calls its main, as users' scripts do."""
         path = self.folder / "my_job.py"
         path.write_text(f"""
 import os, signal, sys
@@ -427,7 +430,7 @@ def buckets_reduced_in_a_step(micro_batch_size):
 
 
 def operators_of_a_step():
-    """Return the names of the operators that a step with micro-batches calls, and .item() at last."""
+    """Return the names of the operators that a step calls, and at last that of .item()."""
     model = DistributedDataParallel(plain_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     x, y = uneven_batch()
@@ -479,7 +482,7 @@ class TheStep(unittest.TestCase):
 
 # ---- Evaluation
 def net_of_rank():
-    """Return a net whose BatchNorm has other statistics on each rank; those of rank 0 are to be used."""
+    """Return a net whose BatchNorm has other statistics on each rank."""
     net = nn.Sequential(plain_net(), nn.BatchNorm1d(3))
     if dist.is_initialized():
         net[1].running_mean += dist.get_rank()
@@ -493,7 +496,7 @@ def evaluation(num_samples):
 
 
 def logits_of_an_evaluation(amp):
-    """Return (dtype, whether they are usable in training) of the logits that evaluate() computes."""
+    """Return (dtype, whether training could use them) of the logits that evaluate() computes."""
     seen, module = [], plain_net()
     module.register_forward_hook(lambda module, args, logits: seen.append(logits))
     ddp.evaluate(module, [uneven_batch()], CPU, amp)
@@ -878,6 +881,21 @@ def job_with_a_clock(options, terminal):
     return out.getvalue()
 
 
+def job_with_1300_pairs_and_1024_files():
+    """Return what a rank with a loader worker prints that holds 2600 tensors."""
+
+    def task(args):
+        data = [(torch.randn(3, 8), torch.randint(3, (8,))) for _ in range(1300)]
+        return with_sgd(args, data, data[:1], plain_net())
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        return job("--epochs 1 --num-workers 1 --global-batch-size 130", task)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def task_of(label, num_val_samples, args):
     """A task whose 8 samples have this label at each position."""
     data = [(torch.randn(3, 8), torch.full((8,), label))] * 8
@@ -951,6 +969,11 @@ class TheJob(Test):
 
         self.assertEqual(len({str(steps) for steps in of_ranks}), 4)
 
+    def test_loader_workers_take_2600_tensors_where_1024_files_may_be_open(self):
+        out = on_ranks(1, job_with_1300_pairs_and_1024_files)[0]
+
+        self.assertIn("epoch 0 | loss", out)
+
     def test_data_that_cannot_be_trained_on_is_refused_by_all_ranks(self):
         for label, num_val_samples, options, message in (
             (0, 0, "", "the validation data has no sample"),
@@ -972,6 +995,12 @@ def train(args, device):
     if dist.get_rank() == 1:
         raise ValueError("by a test")
     dist.barrier()
+ddp.train = train
+"""
+
+RAISE = """
+def train(args, device):
+    raise ValueError("by a test")
 ddp.train = train
 """
 
@@ -1024,16 +1053,6 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
 """
 
-TAKE_1200_TENSORS_WHERE_1024_FILES_MAY_BE_OPEN = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-def make_task(args):
-    data = [(torch.randn(3, 8), torch.randint(3, (8,))) for _ in range(600)]
-    net = torch.nn.Conv1d(3, 3, 1)
-    return data, data[:4], net, torch.optim.SGD(net.parameters(), args.lr)
-ddp.make_task = make_task
-"""
-
 
 class TheLaunch(Test):
     def test_the_main_job_reports_in_the_agreed_form_that_it_learns(self):
@@ -1071,8 +1090,8 @@ class TheLaunch(Test):
         self.assertIn("rank 0 was ended by SIGKILL\n", err)
 
     def test_ctrl_c_ends_a_job_quietly_also_if_the_launcher_alone_gets_it(self):
-        endless = [SCRIPT, *SMALL.split(), "--epochs", 1000000, "--nproc-per-node"]
-        alone, all_at_once = start(*endless, 2), start(*endless, 1)
+        endless = [SCRIPT, *SMALL.split(), "--epochs", 1000000, "--nproc-per-node", 1]
+        alone, all_at_once = start(*endless), start(*endless)
         for process in (alone, all_at_once):
             process.stdout.readline()
             process.stdout.readline()  # now it trains
@@ -1099,14 +1118,6 @@ class TheLaunch(Test):
         self.assertEqual(out.count("1 threads"), 2)
         self.assertEqual(set(re.findall("listens on (.*)", out)), {"127.0.0.1"})
 
-    def test_loader_workers_take_1200_tensors_where_1024_files_may_be_open(self):
-        script = self.script(TAKE_1200_TENSORS_WHERE_1024_FILES_MAY_BE_OPEN)
-
-        options = "--nproc-per-node 1 --num-workers 1 --epochs 1 --global-batch-size 100"
-        out, _ = run(script, *options.split())
-
-        self.assertIn("epoch 0 | loss", out)
-
     def test_a_refusal_in_the_job_is_one_line_with_status_2(self):
         path = self.folder / "damaged"
         path.touch()
@@ -1130,7 +1141,7 @@ class UnderTorchrun(Test):
         self.assertIn(jobs(3, SMALL)[0].splitlines()[-1], out)
 
     def test_a_restart_that_would_hang_says_what_to_do(self):
-        _, err = run(*self.RESTARTING, 2, self.script(RAISE_ON_RANK_1), status=1)
+        _, err = run(*self.RESTARTING, 1, self.script(RAISE), status=1)
 
         self.assertIn("run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", err)
 
@@ -1288,7 +1299,7 @@ class TheShards(Test):
     def test_the_first_sample_comes_before_the_buffer_is_full(self):
         source = iter(range(100))
 
-        next(ddp.shuffle(source, 50, np.random.default_rng(0)))
+        next(ddp.shuffle_endless(source, 50, np.random.default_rng(0)))
 
         self.assertEqual(next(source), 2)
 
@@ -1320,6 +1331,92 @@ class TheShards(Test):
             path.write_bytes(content)
             with self.subTest(message), self.assertRaisesRegex(ValueError, message):
                 list(ddp.ShardStream([str(path)], num_replicas=1, rank=0))
+
+
+# ---- The README: what it shows is run
+def job_of_script(path, options):
+    """Run one rank of the job that a user's script makes."""
+    names = "make_task", "count_labels", "batch_sums"
+    originals = {name: getattr(ddp, name) for name in names}
+    try:
+        runpy.run_path(path)
+        return job(options, ddp.make_task)
+    finally:
+        vars(ddp).update(originals)
+
+
+class TheReadme(Test):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.readme = (HERE / "README.md").read_text()
+        cls.diff, *cls.scripts = re.findall(r"```(?:diff|python)\n(.*?)```", cls.readme, re.DOTALL)
+        shutil.copy(SCRIPT, cls.folder)
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def test_the_two_sides_of_its_diff_train_the_same(self):
+        lines = self.diff.splitlines(keepends=True)
+        plain = self.write("plain.py", "".join(line[1:] for line in lines if line[0] != "+"))
+        data_parallel = self.write("ddp.py", "".join(line[1:] for line in lines if line[0] != "-"))
+
+        run(plain, cwd=self.folder)
+        expected = torch.load(self.folder / "model.pt")
+        run(*TORCHRUN, "--standalone", "--nproc-per-node=2", data_parallel, cwd=self.folder)
+
+        torch.testing.assert_close(torch.load(self.folder / "model.pt"), expected)
+
+    def test_its_script_killed_and_resumed_on_3_ranks_ends_as_the_uninterrupted_job(self):
+        script, checkpoint = self.write("my_job.py", self.scripts[0]), self.folder / "mine.pt"
+        options = "--global-batch-size 300 --epochs 2"
+        expected = on_ranks(3, job_of_script, script, options)[0][0]
+        options += f" --nproc-per-node 3 --checkpoint-every 1 --checkpoint {checkpoint}"
+
+        process = start(script, *options.split())
+        while process.poll() is None and not checkpoint.exists():
+            pass
+        process.kill()
+        finish(process, status=-signal.SIGKILL)
+        out, _ = run(script, *options.split())
+
+        self.assertRegex(out, "resuming from .*: epoch [01], [1-9][0-9]* samples read")
+        self.assertEqual(out.splitlines()[-1], expected.splitlines()[-1])
+
+    def test_its_regression_trains_the_same_on_1_and_3_ranks(self):
+        one_number = "image[0, :1, 0]"  # in place of a class
+        script = re.sub(r"int\(image.*\)\)", f"{one_number})", self.scripts[0])
+        script = script.replace("nn.Linear(288, 2)", "nn.Linear(288, 1)")
+        path = self.write("regression.py", script + self.scripts[1])
+        options = "--global-batch-size 60 --epochs 2"
+
+        (out, _), *_ = on_ranks(1, job_of_script, path, options)
+        (out_of_3, _), *_ = on_ranks(3, job_of_script, path, options)
+
+        self.assertEqual(out.splitlines()[:2], out_of_3.splitlines()[:2])
+        self.assertIn("accuracy 0.", out)
+
+    def test_its_shards_can_be_trained_on(self):
+        run(self.write("write.py", self.scripts[2]), cwd=self.folder)
+        shards = f"{self.folder}/train-*.tar"
+        options = f"--epochs 1 --shards {shards} --val-shards {shards} --samples-per-epoch 100"
+
+        out, _ = jobs(2, options)
+
+        self.assertIn("epoch 0 | loss", out)
+
+    def test_the_tests_that_its_checklist_names_exist(self):
+        rows = re.findall(r"^\|.*\| `(\w+)` \|[^|]*\|$", self.readme, re.MULTILINE)
+        tests = [name for case in Test.__subclasses__() for name in dir(case)]
+        tests += dir(TheSampler) + dir(TheStep) + dir(TheEvaluation)
+
+        self.assertGreater(len(rows), 20)
+        for row in rows:
+            self.assertTrue(
+                [name for name in tests if name.startswith("test") and row in name], row
+            )
 
 
 # ---- The command line
@@ -1383,6 +1480,7 @@ class TheCommandLine(Test):
 
         self.assertIn("torchrun's own", self.refusal("--nproc-per-node 2", **torchrun))
         self.assertIn("no multiple of 3", self.refusal("--global-batch-size 8", **torchrun))
+        self.assertIn("dp is one process", self.refusal("--parallel dp", **torchrun))
 
 
 # ---- On GPUs, if there are any
