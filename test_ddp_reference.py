@@ -77,7 +77,7 @@ def as_rank(rank, world_size, path, function, args):
     """Return function(*args), called in a gloo group."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    store, timeout = dist.FileStore(path, world_size), datetime.timedelta(seconds=60)
+    store, timeout = dist.FileStore(path, world_size), datetime.timedelta(seconds=300)
     group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group("gloo", **group)
     try:
@@ -89,7 +89,7 @@ def as_rank(rank, world_size, path, function, args):
 
 
 def on_ranks(world_size, function, *args):
-    """Call function(*args) on each rank of a group of so many processes, and return the results."""
+    """Call function(*args) on each rank of a group of 1 to 6 processes, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
         call = functools.partial(processes().submit, as_rank)
         ranks = [call(r, world_size, f"{folder}/store", function, args) for r in range(world_size)]
@@ -106,7 +106,10 @@ def parse(options):
 
 
 def job(options, task=ddp.make_task, stop_at=None):
-    """Run one rank of a job, until its step stop_at: return (what it prints, its parameters)."""
+    """Run one rank of a job, up to but not including its step stop_at.
+
+    Returns (what it prints, its parameters at the end).
+    """
     parameters, steps, out = [], itertools.count(1), io.StringIO()
     train_step, digest = ddp.train_step, ddp.digest
 
@@ -129,9 +132,9 @@ def job(options, task=ddp.make_task, stop_at=None):
     return re.sub(speed, "", out.getvalue()), parameters
 
 
-def jobs(world_size, options, *args):
+def jobs(world_size, options, task=ddp.make_task, stop_at=None):
     """Return what job() returns on rank 0 of so many ranks."""
-    return on_ranks(world_size, job, options, *args)[0]
+    return on_ranks(world_size, job, options, task, stop_at)[0]
 
 
 def error_of_job(options, task=ddp.make_task):
@@ -299,14 +302,17 @@ class TheSampler(unittest.TestCase):
             list(sampler)
 
     def test_it_takes_four_bytes_a_sample_for_a_moment_and_then_its_own_part(self):
-        sampler = ddp.DistributedSampler(range(100_000), 8, 3)
+        indices = iter(ddp.DistributedSampler(range(100_000), 8, 3))
 
         with Operators() as operators:
-            first = next(iter(sampler))
+            first = next(indices)
 
+        kept = [
+            v.untyped_storage() for v in indices.gi_frame.f_locals.values() if torch.is_tensor(v)
+        ]
         self.assertIs(type(first), int)
         self.assertEqual(max(operators.sizes), 400_000)
-        self.assertEqual(operators.sizes[-1], 50_000)
+        self.assertEqual({storage.nbytes() for storage in kept}, {50_000})
 
     def test_its_memory_does_not_grow_without_shuffling(self):
         indices = iter(ddp.DistributedSampler(range(2**50), 2**20, 5, shuffle=False))
@@ -375,7 +381,7 @@ class TheTask(unittest.TestCase):
             with self.assertRaises(IndexError):
                 ddp.SyntheticDataset()[index]
 
-    def test_the_net_gives_a_logit_of_either_sign_for_every_class_and_position(self):
+    def test_the_net_gives_logits_of_both_signs_for_every_class_and_position(self):
         logits = ddp.ConvNet(num_classes=5)(torch.randn(2, 3, 11))
 
         self.assertEqual(logits.shape, (2, 5, 11))
@@ -391,11 +397,16 @@ def uneven_batch():
     return x, y
 
 
+def wrapped_net():
+    """Return the plain net in DistributedDataParallel, and an optimizer of it."""
+    model = DistributedDataParallel(plain_net())
+    return model, torch.optim.SGD(model.parameters(), lr=1)
+
+
 def step_on_a_share(x, y, micro_batch_size):
     """Make a step with SGD on this rank's share of a batch: return (parameters, the job's sums)."""
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    model = DistributedDataParallel(plain_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    model, optimizer = wrapped_net()
     sums = ddp.train_step(model, optimizer, x[share], y[share], micro_batch_size)
     return list(model.module.parameters()), ddp.all_reduce_sums(sums)
 
@@ -411,6 +422,17 @@ def step_of_one_process(x, y):
     return list(module.parameters()), sums.detach()
 
 
+def step_without_labels():
+    """Make a step on labels that are all ignored, with a loss that a mask makes zero."""
+
+    def batch_sums(logits, y):
+        return (logits.sum(1) * (y != -100)).sum(), torch.zeros(())
+
+    x, y = uneven_batch()
+    with mock.patch.object(ddp, "batch_sums", batch_sums):
+        return step_on_a_share(x, torch.full_like(y, -100), 3)
+
+
 def buckets_reduced_in_a_step(micro_batch_size):
     """Return the buckets of gradients that DDP reduces in a step on 4 samples of this rank."""
     buckets = []
@@ -422,17 +444,15 @@ def buckets_reduced_in_a_step(micro_batch_size):
         return future
 
     x, y = uneven_batch()
-    model = DistributedDataParallel(plain_net())
+    model, optimizer = wrapped_net()
     model.register_comm_hook(None, reduce)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
     ddp.train_step(model, optimizer, x[:4], y[:4], micro_batch_size)
     return buckets
 
 
 def operators_of_a_step():
     """Return the names of the operators that a step calls, and at last that of .item()."""
-    model = DistributedDataParallel(plain_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    model, optimizer = wrapped_net()
     x, y = uneven_batch()
     with Operators() as operators:
         ddp.train_step(model, optimizer, x, y, 5)
@@ -455,10 +475,9 @@ class TheStep(unittest.TestCase):
                     self.assert_same_step(step, expected)
 
     def test_without_any_label_it_changes_nothing(self):
-        x, y = uneven_batch()
         unchanged = list(plain_net().parameters()), torch.zeros(3, dtype=torch.float64)
 
-        for step in on_ranks(2, step_on_a_share, x, torch.full_like(y, -100), 3):
+        for step in on_ranks(2, step_without_labels):
             self.assert_same_step(step, unchanged)
 
     def test_samples_beyond_the_labels_do_not_count(self):
@@ -472,7 +491,7 @@ class TheStep(unittest.TestCase):
         for micro_batch_size in (4, 2, 1):
             self.assertEqual(on_ranks(2, buckets_reduced_in_a_step, micro_batch_size), [[0], [0]])
 
-    def test_nothing_in_it_waits_for_the_device(self):
+    def test_it_calls_no_item_and_no_mask_which_would_wait_for_the_device(self):
         *names, item = on_ranks(1, operators_of_a_step)[0]
 
         self.assertEqual(item, "_local_scalar_dense")
@@ -485,7 +504,7 @@ def net_of_rank():
     """Return a net whose BatchNorm has other statistics on each rank."""
     net = nn.Sequential(plain_net(), nn.BatchNorm1d(3))
     if dist.is_initialized():
-        net[1].running_mean += dist.get_rank()
+        net[1].running_mean[0] += dist.get_rank()
     return net
 
 
@@ -496,11 +515,11 @@ def evaluation(num_samples):
 
 
 def logits_of_an_evaluation(amp):
-    """Return (dtype, whether training could use them) of the logits that evaluate() computes."""
+    """Return (dtype, whether training can use them, whether they have a graph) of the logits."""
     seen, module = [], plain_net()
     module.register_forward_hook(lambda module, args, logits: seen.append(logits))
     ddp.evaluate(module, [uneven_batch()], CPU, amp)
-    return seen[0].dtype, not seen[0].is_inference()
+    return seen[0].dtype, not seen[0].is_inference(), seen[0].requires_grad
 
 
 class TheEvaluation(unittest.TestCase):
@@ -523,10 +542,14 @@ class TheEvaluation(unittest.TestCase):
         self.assertTrue(np.isnan(on_ranks(1, evaluation, 0)).all())
 
     def test_a_tensor_that_the_net_keeps_from_it_can_be_used_in_training(self):
-        self.assertEqual(on_ranks(1, logits_of_an_evaluation, False), [(torch.float32, True)])
+        self.assertEqual(
+            on_ranks(1, logits_of_an_evaluation, False), [(torch.float32, True, False)]
+        )
 
     def test_amp_runs_it_in_bfloat16(self):
-        self.assertEqual(on_ranks(1, logits_of_an_evaluation, True), [(torch.bfloat16, True)])
+        self.assertEqual(
+            on_ranks(1, logits_of_an_evaluation, True), [(torch.bfloat16, True, False)]
+        )
 
     def test_the_digest_covers_parameters_and_buffers(self):
         module = net_of_rank()
@@ -558,6 +581,8 @@ def uneven_task(args):
 
 
 class TheNumberOfRanks(Test):
+    """For nets that treat each sample by itself: BatchNorm and dropout depend on a rank's share."""
+
     def assert_same_training(self, of_job, expected):
         (out, parameters), (expected_out, expected_parameters) = of_job, expected
         lines = re.findall("epoch .* [|].*", out)
@@ -589,7 +614,7 @@ class TheNumberOfRanks(Test):
 
     def test_going_on_with_another_global_batch_size_is_said(self):
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/batch.pt"
-        jobs(2, f"{options} --global-batch-size 8", ddp.make_task, 3)
+        jobs(2, f"{options} --global-batch-size 8", stop_at=3)
 
         out, _ = jobs(2, f"{options} --global-batch-size 4")
 
@@ -629,10 +654,12 @@ def augmented_task(args):
 
 
 class AfterAKill(Test):
+    """Jobs that end before one of their steps, each of which is saved, and go on."""
+
     def assert_same_bits(self, world_size, stops, options="", task=ddp.make_task, more=""):
         options = f"{SMALL} --global-batch-size {2 * world_size} {options}"
         expected, _ = jobs(world_size, options, task)
-        options += f" --checkpoint-every 1 --checkpoint {self.folder}/{self.id()}"
+        options += f" --checkpoint-every 1 --checkpoint {self.folder}/{self.id()}-{world_size}"
 
         out = ""
         for stop_at in stops:
@@ -642,14 +669,10 @@ class AfterAKill(Test):
         self.assertEqual(out.count("resuming from"), len(stops))
         self.assertEqual(re.sub("resuming from.*\n", "", out), expected)  # the digest, too
 
-    def test_a_job_on_2_ranks_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(2, stops=(4, 12))
-
-    def test_a_job_on_3_ranks_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(3, stops=(3, 4, 5))
-
-    def test_a_job_on_5_ranks_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(5, stops=(3,))
+    def test_a_job_on_2_3_and_5_ranks_ends_as_the_uninterrupted_one(self):
+        for world_size, stops in ((2, (4, 12)), (3, (3, 4, 5)), (5, (3,))):
+            with self.subTest(world_size=world_size):
+                self.assert_same_bits(world_size, stops)
 
     def test_a_job_with_micro_batches_ends_as_the_uninterrupted_one(self):
         self.assert_same_bits(3, stops=(3, 4), options="--micro-batch-size 1")
@@ -681,11 +704,13 @@ def job_with_a_path_of_its_own(options):
     return job(f"{options}-{dist.get_rank()}")
 
 
-def error_of_an_infinite_loss():
-    """Return the error of a job whose loss is infinite, but not its gradients."""
+def error_of_loss(kind):
+    """Return the error of a job with a loss that is infinite, or that has no finite gradient."""
 
     def batch_sums(logits, y):
-        return 0 * logits.sum() + float("inf"), torch.zeros(())
+        zero = 0 * logits.sum()
+        losses = {"infinite": zero + float("inf"), "without a gradient": zero.sqrt()}
+        return losses[kind], torch.zeros(())
 
     with mock.patch.object(ddp, "batch_sums", batch_sums):
         return error_of_job(SMALL, sgd_task)
@@ -702,7 +727,7 @@ class TheCheckpoint(Test):
         super().setUpClass()
         cls.options = f"{SMALL} --checkpoint-every 1 --checkpoint"
         cls.path = cls.folder / "first"
-        jobs(2, f"{cls.options} {cls.path}", ddp.make_task, 3)
+        jobs(2, f"{cls.options} {cls.path}", stop_at=3)
 
     def refusal(self, path, more=""):
         """Return the error with which all ranks of a job refuse a checkpoint."""
@@ -721,9 +746,11 @@ class TheCheckpoint(Test):
         for moment in ("fsync", "replace"):
             process = os.fork()
             if not process:
-                with mock.patch.object(os, moment, lambda *args: os._exit(9)):
-                    ddp.save_checkpoint(path, {"state": "new"})
-                os._exit(0)
+                try:
+                    with mock.patch.object(os, moment, lambda *args: os._exit(9)):
+                        ddp.save_checkpoint(path, {"state": "new"})
+                finally:
+                    os._exit(0)
             _, status = os.waitpid(process, 0)
 
             self.assertEqual(os.waitstatus_to_exitcode(status), 9)
@@ -774,7 +801,7 @@ class TheCheckpoint(Test):
 
         self.assertEqual(list(self.folder.glob("written-*")), [self.folder / "written-0"])
 
-    def test_a_file_that_is_none_is_refused_and_left_as_it_is(self):
+    def test_a_file_that_is_no_checkpoint_is_refused_and_left_as_it_is(self):
         whole, path = self.path.read_bytes(), self.folder / "bad"
         for content in (b"", b"no checkpoint", whole[:5000], whole[:-1]):
             path.write_bytes(content)
@@ -791,21 +818,21 @@ class TheCheckpoint(Test):
             self.assertIn(f"{known}, but is 99 here", self.refusal(self.path, option))
 
     def test_one_that_has_another_net_or_optimizer_is_refused_with_the_difference(self):
-        job = torch.load(self.path)["job"]
+        saved = torch.load(self.path)["job"]
         for name, value in (
             ("6.weight", [5, 32, 3]),
             ("the optimizer", ["SGD", 12]),
             ("the dataset", "list"),
             ("the name of no parameter", 1),
         ):
-            message = self.refusal_of_changed(job=job | {name: value})
-            self.assertIn(f"{name} was {value}, but is {job.get(name)} here", message)
+            message = self.refusal_of_changed(job=saved | {name: value})
+            self.assertIn(f"{name} was {value}, but is {saved.get(name)} here", message)
 
     def test_one_that_lacks_a_name_of_this_job_is_refused(self):
-        job = torch.load(self.path)["job"]
-        del job["6.bias"]
+        saved = torch.load(self.path)["job"]
+        del saved["6.bias"]
 
-        self.assertIn("6.bias was None, but is [3] here", self.refusal_of_changed(job=job))
+        self.assertIn("6.bias was None, but is [3] here", self.refusal_of_changed(job=saved))
 
     def test_one_that_would_execute_something_does_not(self):
         folder = self.folder / "executed"
@@ -836,9 +863,10 @@ class TheCheckpoint(Test):
         self.assertIn("FloatingPointError: the loss or a parameter is not finite", errors[1])
         self.assertTrue(all(tensor.isfinite().all() for tensor in saved.values()))
 
-    def test_a_loss_that_is_not_finite_ends_the_job_though_the_net_is_finite(self):
-        for error in on_ranks(2, error_of_an_infinite_loss):
-            self.assertIn("FloatingPointError: the loss or a parameter is not finite", error)
+    def test_a_loss_that_is_not_finite_ends_the_job_and_so_does_a_net(self):
+        for kind in ("infinite", "without a gradient"):
+            for error in on_ranks(2, error_of_loss, kind):
+                self.assertIn("FloatingPointError: the loss or a parameter is not finite", error)
 
 
 # ---- The job
@@ -914,9 +942,9 @@ class TheJob(Test):
         options = "--epochs 1|--global-batch-size 9|--micro-batch-size 1|--lr 0.1|--drop-last"
         options += "|--amp|--seed 1|--num-samples 40|--length 65|"
 
-        digests = {jobs(3, f"{SMALL} {option}")[0][-65:] for option in options.split("|")}
+        outputs = [jobs(3, f"{SMALL} {option}")[0] for option in options.split("|")]
 
-        self.assertEqual(len(digests), 10)
+        self.assertEqual(len({out.splitlines()[-1] for out in outputs}), 10)  # digests
 
     def test_all_ranks_hold_the_same_net(self):
         first, second, third = (parameters for _, parameters in on_ranks(3, job, SMALL))
@@ -941,6 +969,12 @@ class TheJob(Test):
 
         line = "| loss {:.4f} accuracy {:.3f} | val_loss {:.4f} val_accuracy {:.3f} |"
         self.assertEqual(out.count(line.format(*numbers)), 2)
+
+    def test_amp_reaches_the_evaluation(self):
+        out = [jobs(1, f"{SMALL} --lr 0 {amp}", sgd_task)[0] for amp in ("", "--amp")]
+
+        precise, rounded = (re.findall(r"val_loss (\S+)", text) for text in out)
+        self.assertNotEqual(precise, rounded)
 
     def test_samples_a_second_are_those_of_all_ranks(self):
         out, _ = on_ranks(2, job_with_a_clock, SMALL, False)
@@ -967,7 +1001,7 @@ class TheJob(Test):
             options = f"--epochs 1 --num-workers {num_workers}"
             of_ranks += on_ranks(2, steps_of, options, augmented_task)
 
-        self.assertEqual(len({str(steps) for steps in of_ranks}), 4)
+        self.assertEqual(len({str([x for _, x, _ in steps]) for steps in of_ranks}), 4)
 
     def test_loader_workers_take_2600_tensors_where_1024_files_may_be_open(self):
         out = on_ranks(1, job_with_1300_pairs_and_1024_files)[0]
@@ -995,12 +1029,6 @@ def train(args, device):
     if dist.get_rank() == 1:
         raise ValueError("by a test")
     dist.barrier()
-ddp.train = train
-"""
-
-RAISE = """
-def train(args, device):
-    raise ValueError("by a test")
 ddp.train = train
 """
 
@@ -1068,7 +1096,7 @@ class TheLaunch(Test):
         version = re.escape(torch.__version__)
         first = f"ddp on gloo, world size 2, cpu, global batch size 8, torch {version}"
         self.assertRegex(out, rf"^{first}\n({epoch}\n){{6}}parameters sha256 [0-9a-f]{{64}}\n$")
-        self.assertGreater(re.findall(r"val_accuracy (\S+)", out)[-1], "0.9")
+        self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.9)
         self.assertEqual((err, list(folder.iterdir())), ("", []))
 
     def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(self):
@@ -1076,7 +1104,7 @@ class TheLaunch(Test):
 
         self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*?\nValueError: by a test\n")
 
-    def test_two_ranks_that_raise_at_once_both_show_their_tracebacks(self):
+    def test_each_rank_that_raises_prints_its_own_traceback(self):
         _, err = run(self.script(RAISE_ON_BOTH_RANKS), status=1)
 
         self.assertIn("\nValueError: of rank 0\n", err)
@@ -1090,7 +1118,7 @@ class TheLaunch(Test):
         self.assertIn("rank 0 was ended by SIGKILL\n", err)
 
     def test_ctrl_c_ends_a_job_quietly_also_if_the_launcher_alone_gets_it(self):
-        endless = [SCRIPT, *SMALL.split(), "--epochs", 1000000, "--nproc-per-node", 1]
+        endless = [SCRIPT, *SMALL.split(), "--epochs", 10000, "--nproc-per-node", 1]
         alone, all_at_once = start(*endless), start(*endless)
         for process in (alone, all_at_once):
             process.stdout.readline()
@@ -1122,7 +1150,7 @@ class TheLaunch(Test):
         path = self.folder / "damaged"
         path.touch()
 
-        _, err = run(SCRIPT, "--checkpoint", path, status=2)
+        _, err = run(SCRIPT, "--checkpoint", path, "--nproc-per-node", 1, status=2)
 
         self.assertRegex(err, r"^ddp_reference.py: error: \S+ is damaged or not a checkpoint .*\n$")
 
@@ -1141,7 +1169,7 @@ class UnderTorchrun(Test):
         self.assertIn(jobs(3, SMALL)[0].splitlines()[-1], out)
 
     def test_a_restart_that_would_hang_says_what_to_do(self):
-        _, err = run(*self.RESTARTING, 1, self.script(RAISE), status=1)
+        _, err = run(*self.RESTARTING, 2, self.script(RAISE_ON_RANK_1), status=1)
 
         self.assertIn("run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", err)
 
@@ -1306,7 +1334,7 @@ class TheShards(Test):
     def test_a_resumed_job_trains_on_as_many_samples_as_its_epochs_have(self):
         shards = f"{self.folder}/*.tar --val-shards {self.folder}/*.tar --samples-per-epoch 40"
         options = f"--epochs 2 --checkpoint-every 1 --checkpoint {self.folder}/ck --shards {shards}"
-        jobs(3, options, ddp.make_task, 3)
+        jobs(3, options, stop_at=3)
 
         ranks = on_ranks(3, steps_of, options)
 
@@ -1334,13 +1362,13 @@ class TheShards(Test):
 
 
 # ---- The README: what it shows is run
-def job_of_script(path, options):
-    """Run one rank of the job that a user's script makes."""
+def job_of_script(path, options, stop_at=None):
+    """Run job() with the functions that a user's script sets."""
     names = "make_task", "count_labels", "batch_sums"
     originals = {name: getattr(ddp, name) for name in names}
     try:
         runpy.run_path(path)
-        return job(options, ddp.make_task)
+        return job(options, ddp.make_task, stop_at)
     finally:
         vars(ddp).update(originals)
 
@@ -1369,20 +1397,16 @@ class TheReadme(Test):
 
         torch.testing.assert_close(torch.load(self.folder / "model.pt"), expected)
 
-    def test_its_script_killed_and_resumed_on_3_ranks_ends_as_the_uninterrupted_job(self):
-        script, checkpoint = self.write("my_job.py", self.scripts[0]), self.folder / "mine.pt"
-        options = "--global-batch-size 300 --epochs 2"
+    def test_its_script_resumed_on_3_ranks_ends_as_the_uninterrupted_job(self):
+        script = self.write("my_job.py", self.scripts[0])
+        options = "--global-batch-size 300 --epochs 1"
         expected = on_ranks(3, job_of_script, script, options)[0][0]
-        options += f" --nproc-per-node 3 --checkpoint-every 1 --checkpoint {checkpoint}"
+        options += f" --checkpoint-every 1 --checkpoint {self.folder}/mine.pt"
+        on_ranks(3, job_of_script, script, options, 3)
 
-        process = start(script, *options.split())
-        while process.poll() is None and not checkpoint.exists():
-            pass
-        process.kill()
-        finish(process, status=-signal.SIGKILL)
-        out, _ = run(script, *options.split())
+        out, _ = run(script, *options.split(), "--nproc-per-node", 3)
 
-        self.assertRegex(out, "resuming from .*: epoch [01], [1-9][0-9]* samples read")
+        self.assertIn("epoch 0, 600 samples read", out)
         self.assertEqual(out.splitlines()[-1], expected.splitlines()[-1])
 
     def test_its_regression_trains_the_same_on_1_and_3_ranks(self):
@@ -1409,14 +1433,10 @@ class TheReadme(Test):
 
     def test_the_tests_that_its_checklist_names_exist(self):
         rows = re.findall(r"^\|.*\| `(\w+)` \|[^|]*\|$", self.readme, re.MULTILINE)
-        tests = [name for case in Test.__subclasses__() for name in dir(case)]
-        tests += dir(TheSampler) + dir(TheStep) + dir(TheEvaluation)
+        tests = re.findall(r"def (test_\w+)", pathlib.Path(__file__).read_text())
 
         self.assertGreater(len(rows), 20)
-        for row in rows:
-            self.assertTrue(
-                [name for name in tests if name.startswith("test") and row in name], row
-            )
+        self.assertEqual([row for row in rows if not any(row in test for test in tests)], [])
 
 
 # ---- The command line
@@ -1487,8 +1507,8 @@ class TheCommandLine(Test):
 TRAIN_WITH_ADAGRAD = """
 make_task = ddp.make_task
 def make_task_with_adagrad(args):
-    train_set, val_set, net, _ = make_task(args)
-    return train_set, val_set, net, torch.optim.Adagrad(net.parameters())
+    *task, _ = make_task(args)
+    return *task, torch.optim.Adagrad(task[2].parameters())
 ddp.make_task = make_task_with_adagrad
 """
 
@@ -1505,13 +1525,13 @@ class OnGPUs(Test):
             out = self.run_job(options)
 
             self.assertIn(f"ddp on nccl, world size {GPUS}, cuda, ", out)
-            self.assertGreater(re.findall(r"val_accuracy (\S+)", out)[-1], "0.8")
+            self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
 
     def test_data_parallel_learns_in_one_process(self):
         out = self.run_job("--parallel dp")
 
         self.assertIn("dp on nccl, world size 1, cuda, ", out)
-        self.assertGreater(re.findall(r"val_accuracy (\S+)", out)[-1], "0.8")
+        self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
 
     def test_sync_bn_makes_the_training_the_same_on_1_2_and_3_processes(self):
         options = f"{SMALL} --sync-bn --backend gloo --global-batch-size 12 --nproc-per-node"
