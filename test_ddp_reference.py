@@ -1534,9 +1534,12 @@ class OnGPUs(Test):
         self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
 
     def test_sync_bn_makes_the_training_the_same_on_1_2_and_3_processes(self):
-        options = f"{SMALL} --sync-bn --backend gloo --global-batch-size 12 --nproc-per-node"
+        options = f"{SMALL} --num-samples 48 --sync-bn --backend gloo --global-batch-size 12"
 
-        losses = {re.findall(r"\| loss \S+", self.run_job(f"{options} {n}"))[0] for n in (1, 2, 3)}
+        losses = {
+            re.findall(r"\| loss \S+", self.run_job(f"{options} --nproc-per-node {n}"))[0]
+            for n in (1, 2, 3)
+        }
 
         self.assertEqual(len(losses), 1)
 
