@@ -54,6 +54,7 @@ SMALL = "--num-samples 44 --length 64 --epochs 2"
 def setUpModule():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all is on the CPU but OnGPUs,
     torch.set_num_threads(1)  # and this process computes as the ranks do
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's `tests &` ignores it.
 
 
 def end_with_parent():
