@@ -1144,7 +1144,8 @@ class TheLaunch(Test):
 
         process.kill()
 
-        finish(process, status=-signal.SIGKILL)  # waits for the ranks, too
+        finish(process, status=-signal.SIGKILL)  # It waits for the ranks, too.
+        self.assertEqual(process.returncode, -signal.SIGKILL)
 
     def test_on_one_machine_ranks_share_the_cores_and_listen_on_loopback_alone(self):
         out, _ = run(self.script(TELL_OF_THREADS_AND_SOCKETS))
