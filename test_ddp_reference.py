@@ -12,19 +12,19 @@ import datetime
 import functools
 import io
 import itertools
+import multiprocessing
 import os
 import pathlib
 import re
-import resource
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
 import threading
+import types
 import unittest
 import warnings
 from unittest import mock
@@ -32,12 +32,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.profiler import profile
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp_reference as ddp
@@ -52,8 +51,9 @@ SMALL = "--num-samples 44 --length 64 --epochs 2"
 
 # ---- Helpers
 def setUpModule():
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all is on the CPU but OnGPUs,
-    torch.set_num_threads(1)  # and this process computes as the ranks do
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # All is on the CPU but OnGPUs.
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # PyTorch's profiler would print that it starts and stops.
+    torch.set_num_threads(1)  # This process computes as the ranks do.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's `tests &` ignores it.
 
 
@@ -61,7 +61,7 @@ def end_with_parent():
     """End this process when the one that started it ends."""
 
     def wait():
-        mp.parent_process().join()
+        multiprocessing.parent_process().join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -69,18 +69,18 @@ def end_with_parent():
 
 @functools.cache
 def processes():
-    """Six processes for on_ranks(), which import torch only once."""
-    spawn = mp.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(6, spawn, initializer=end_with_parent)
+    """Six processes for on_ranks(), forked from one that has imported torch."""
+    multiprocessing.set_forkserver_preload(["torch._dynamo"])
+    context = multiprocessing.get_context("forkserver")
+    return concurrent.futures.ProcessPoolExecutor(6, context, end_with_parent)
 
 
 def as_rank(rank, world_size, path, function, args):
     """Return function(*args), called in a gloo group."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    store, timeout = dist.FileStore(path, world_size), datetime.timedelta(seconds=300)
-    group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    dist.init_process_group("gloo", **group)
+    store, timeout = dist.FileStore(path, world_size), datetime.timedelta(minutes=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         result = function(*args)
         dist.barrier()
@@ -92,45 +92,41 @@ def as_rank(rank, world_size, path, function, args):
 def on_ranks(world_size, function, *args):
     """Call function(*args) on each rank of a group of 1 to 6 processes, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
-        call = functools.partial(processes().submit, as_rank)
-        ranks = [call(r, world_size, f"{folder}/store", function, args) for r in range(world_size)]
+        call = world_size, f"{folder}/store", function, args
+        ranks = [processes().submit(as_rank, rank, *call) for rank in range(world_size)]
         return [rank.result() for rank in ranks]
 
 
-def parse(options):
-    """Return the arguments of a job in this process group."""
+def job(options, task=ddp.make_task, stop_at=None, terminal=False):
+    """Run one rank of a job, to its end or until it would make its step number `stop_at`.
+
+    Returns what it printed (out), what became of the net (state_dict), and for each step the sum of
+    x (x_sums) and the number of labels (labels).
+    """
     args = ddp.make_parser().parse_args(options.split())
     args.nproc_per_node = dist.get_world_size()
     ddp.check_processes(args, refuse=None)
     ddp.check_batches(args, refuse=None)
-    return args
+    result = types.SimpleNamespace(x_sums=[], labels=[])
+    train_step = ddp.train_step
 
-
-def job(options, task=ddp.make_task, stop_at=None):
-    """Run one rank of a job, up to but not including its step stop_at.
-
-    Returns (what it prints, its parameters at the end).
-    """
-    parameters, steps, out = [], itertools.count(1), io.StringIO()
-    train_step, digest = ddp.train_step, ddp.digest
-
-    def stopping_step(*args):
-        if next(steps) == stop_at:
+    def noting_step(model, optimizer, x, y, *args):
+        result.state_dict = model.module.state_dict()
+        if len(result.x_sums) + 1 == stop_at:
             raise InterruptedError
-        return train_step(*args)
-
-    def noting_digest(module):
-        parameters.extend(nn.utils.parameters_to_vector(module.parameters()).tolist())
-        return digest(module)
+        result.x_sums.append(x.sum().item())
+        result.labels.append(y.numel())
+        return train_step(model, optimizer, x, y, *args)
 
     with (
-        mock.patch.multiple(ddp, make_task=task, train_step=stopping_step, digest=noting_digest),
-        contextlib.redirect_stdout(out),
+        mock.patch.multiple(ddp, make_task=task, train_step=noting_step),
+        contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.suppress(InterruptedError),
     ):
-        ddp.train(parse(options), CPU)
-    speed = r"[\d.]+ samples/s"  # never the same
-    return re.sub(speed, "", out.getvalue()), parameters
+        out.isatty = lambda: terminal
+        ddp.train(args, CPU)
+    result.out = out.getvalue()
+    return result
 
 
 def jobs(world_size, options, task=ddp.make_task, stop_at=None):
@@ -146,12 +142,25 @@ def error_of_job(options, task=ddp.make_task):
         return f"{type(error).__name__}: {error}"
 
 
+def job_of_script(path, options, stop_at=None):
+    """Run job() with the functions of ddp_reference that a user's script sets."""
+    with mock.patch.dict(vars(ddp)):
+        runpy.run_path(path)
+        return job(options, ddp.make_task, stop_at)
+
+
+def results(out):
+    """Return the lines of a job without the speeds: one for each epoch, and the digest."""
+    return re.findall(r"epoch .* val_accuracy \S+|parameters .*", out)
+
+
 def start(*command, cwd=None, **environ):
     """Start a Python program with its output in pipes, in a process group of its own."""
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
+        env=os.environ | defaults | environ,
         start_new_session=True,
         text=True,
         stdout=subprocess.PIPE,
@@ -186,19 +195,41 @@ def with_sgd(args, train_set, val_set, net):
     return train_set, val_set, net, torch.optim.SGD(net.parameters(), args.lr)
 
 
-class Operators(TorchDispatchMode):
-    """Notes the name of each operator that PyTorch calls, and the bytes of each tensor it makes."""
+def sgd_task(args):
+    data = ddp.SyntheticDataset(44, 64), ddp.SyntheticDataset(25, 64, 1)
+    return with_sgd(args, *data, plain_net())
 
-    def __init__(self):
-        super().__init__()
-        self.names, self.sizes = [], []
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        self.names.append(operator.overloadpacket.__name__)
-        if isinstance(result, torch.Tensor) and result._base is None:
-            self.sizes.append(result.untyped_storage().nbytes())
-        return result
+def telling_task(args):
+    """A task whose net tells whether it is in training mode, and what kind of logits it returns."""
+
+    def tell(net, args, logits):
+        print(net.training, logits.dtype, logits.requires_grad, logits.is_inference())
+
+    task = sgd_task(args)
+    task[2].register_forward_hook(tell)
+    return task
+
+
+def uneven_data(num_samples):
+    """Return samples of 40 labels, of which from none to all are ignored."""
+    data = list(ddp.SyntheticDataset(num_samples, 40))
+    for i, (_, y) in enumerate(data):
+        y[: i * 17 % 60] = -100
+    return data
+
+
+def assert_close(actual, expected):
+    """Assert that numbers or tensors are equal but for the rounding of float32."""
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def loss_and_accuracy(module, data):
+    """Return what evaluation must give, from one batch in one process."""
+    x, y = default_collate(list(data))
+    logits = module(x)
+    accuracy = (logits.argmax(1) == y).double().mean()
+    return [F.cross_entropy(logits, y).item(), accuracy.item()]
 
 
 class Test(unittest.TestCase):
@@ -209,12 +240,16 @@ class Test(unittest.TestCase):
         cls.folder = pathlib.Path(tempfile.mkdtemp())
         cls.addClassCleanup(shutil.rmtree, cls.folder)
 
+    def write(self, text, name="my_job.py"):
+        """Write a program, and return its path."""
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
     def script(self, fault):
         """Write a program that changes ddp_reference and calls its main, as users' scripts do."""
-        path = self.folder / "my_job.py"
-        path.write_text(f"""
+        return self.write(f"""
 import os, signal, sys
-sys.path.insert(0, {str(HERE)!r})
 import torch
 import torch.distributed as dist
 import ddp_reference as ddp
@@ -222,23 +257,17 @@ import ddp_reference as ddp
 if __name__ == "__main__":
     sys.exit(ddp.main(sys.argv[1:]))
 """)
-        return path
 
 
 # ---- The sampler
-def indices_of_ranks(n, num_replicas, epoch=0, start=0, **options):
-    """Return what each rank reads of n samples."""
-    read = []
+def order_of_job(n, num_replicas, start=0, **options):
+    """Return the indices that all ranks read in epoch 3, in the order of the job's steps."""
+    ranks = []
     for rank in range(num_replicas):
         sampler = ddp.DistributedSampler(range(n), num_replicas, rank, **options)
-        sampler.set_epoch(epoch, start)
-        read.append(list(sampler))
-        assert len(sampler) == len(read[-1])
-    return read
-
-
-def in_turns(ranks):
-    """Return the indices of all ranks in the order in which the job reads them."""
+        sampler.set_epoch(3, start)
+        ranks.append(list(sampler))
+        assert len(sampler) == len(ranks[-1])
     turns = itertools.zip_longest(*ranks)
     return [index for turn in turns for index in turn if index is not None]
 
@@ -255,41 +284,38 @@ class TheSampler(unittest.TestCase):
             self.assertEqual(getattr(ours, name), getattr(torchs, name), name)
 
     def test_it_has_the_indices_and_attributes_of_torchs_sampler_in_every_small_case(self):
-        shuffle_and_drop_last = itertools.product((True, False), repeat=2)
-        for shuffle, drop_last in shuffle_and_drop_last:
-            for n, num_replicas in itertools.product(range(20), range(1, 8)):
-                for rank in range(num_replicas):
-                    seed = n % 3
-                    case = range(n), num_replicas, rank, shuffle, seed, drop_last
-                    self.assert_same_as_torch(*case)
+        booleans = True, False
+        cases = itertools.product(range(20), range(1, 8), booleans, booleans)
+        for n, num_replicas, shuffle, drop_last in cases:
+            for rank in range(num_replicas):
+                seed = n % 3
+                self.assert_same_as_torch(range(n), num_replicas, rank, shuffle, seed, drop_last)
 
     def test_it_has_the_indices_of_torchs_sampler_around_the_size_of_its_chunks(self):
         for n in (8191, 8192, 8193, 100_003):
             self.assert_same_as_torch(range(n), 1, 0)
-            self.assert_same_as_torch(range(n), 7, 6)
 
     def test_pytorchs_int32_and_int64_permutations_are_the_same(self):
-        def permutation(n, dtype):
-            return torch.randperm(n, generator=torch.Generator().manual_seed(1), dtype=dtype)
-
         for n in (10, 100_003, 3_000_000):
-            int32, int64 = permutation(n, torch.int32), permutation(n, torch.int64)
+            torch.manual_seed(n)
+            int32 = torch.randperm(n, dtype=torch.int32)
+            torch.manual_seed(n)
+            int64 = torch.randperm(n)
+
             self.assertTrue(torch.equal(int32, int64))
 
     def test_after_any_start_any_number_of_ranks_reads_the_rest_in_the_same_order(self):
         for n, num_replicas, shuffle in itertools.product((1, 7, 24), range(1, 7), (True, False)):
-            order = in_turns(indices_of_ranks(n, 1, 3, shuffle=shuffle))
+            order = order_of_job(n, 1, shuffle=shuffle)
             for start in range(n + 1):
-                ranks = functools.partial(
-                    indices_of_ranks, n, num_replicas, 3, start, shuffle=shuffle
-                )
+                read = functools.partial(order_of_job, n, num_replicas, start, shuffle=shuffle)
                 rest = order[start:]
-                surplus = len(rest) % num_replicas
+                divisible = len(rest) // num_replicas * num_replicas
                 repeated = (order * 7)[: -len(rest) % num_replicas]
 
-                self.assertEqual(in_turns(ranks(pad=False)), rest)
-                self.assertEqual(in_turns(ranks()), rest + repeated)
-                self.assertEqual(in_turns(ranks(drop_last=True)), rest[: len(rest) - surplus])
+                self.assertEqual(read(pad=False), rest)
+                self.assertEqual(read(), rest + repeated)
+                self.assertEqual(read(drop_last=True), rest[:divisible])
 
     def test_a_second_pass_without_set_epoch_warns_with_the_remedy(self):
         sampler = ddp.DistributedSampler(range(5), 2, 0)
@@ -305,53 +331,60 @@ class TheSampler(unittest.TestCase):
     def test_it_takes_four_bytes_a_sample_for_a_moment_and_then_its_own_part(self):
         indices = iter(ddp.DistributedSampler(range(100_000), 8, 3))
 
-        with Operators() as operators:
+        with profile(profile_memory=True) as profiler:
             first = next(indices)
 
-        kept = [
-            v.untyped_storage() for v in indices.gi_frame.f_locals.values() if torch.is_tensor(v)
-        ]
+        taken = [event.self_cpu_memory_usage for event in profiler.function_events]
         self.assertIs(type(first), int)
-        self.assertEqual(max(operators.sizes), 400_000)
-        self.assertEqual({storage.nbytes() for storage in kept}, {50_000})
+        self.assertEqual(max(taken), 400_000)
+        self.assertEqual(sum(taken), 50_000)  # This it keeps.
 
     def test_its_memory_does_not_grow_without_shuffling(self):
-        indices = iter(ddp.DistributedSampler(range(2**50), 2**20, 5, shuffle=False))
+        indices = iter(ddp.DistributedSampler(range(2**50), 8, 5, shuffle=False))
 
-        self.assertEqual([next(indices), next(indices)], [5, 5 + 2**20])
+        self.assertEqual(next(indices), 5)
 
-    def test_a_rank_or_a_start_out_of_range_is_an_error_that_says_so(self):
+    def test_a_rank_out_of_range_is_an_error_that_says_so(self):
         for rank in (-1, 2):
             with self.assertRaisesRegex(ValueError, f"rank {rank} is not one of 2"):
                 ddp.DistributedSampler(range(5), 2, rank)
+
+    def test_a_start_out_of_range_is_an_error_that_says_so(self):
         for start in (-1, 6):
             with self.assertRaisesRegex(ValueError, rf"start is {start}, but must be in \[0, 5\]"):
                 ddp.DistributedSampler(range(5), 2, 0).set_epoch(0, start)
 
 
 class TheCases(unittest.TestCase):
-    # What two real NCCL ranks printed with torch's sampler: rank 0 and rank 1, in two epochs.
-    GOLDEN = {
-        "1": ["[0, 1, 2, 3] [4, 5, 6, 7]"] * 4,
-        "2": ["[4, 7, 2, 1]", "[0, 3, 5, 6]"] * 2,
-        "3": ["[4, 7, 2, 1]", "[0, 3, 5, 6]", "[5, 2, 7, 1]", "[4, 6, 3, 0]"],
-        "4": ["[2, 3, 1]", "[5, 0, 4]"] * 2,
-        "4, dropping the short batch": ["", ""] * 2,
-        "5": ["[4, 1, 2]", "[0, 3, 4]"] * 2,
-        "5, with set_epoch": ["[4, 1, 2]", "[0, 3, 4]", "[0, 2, 1]", "[4, 3, 0]"],
-        "6": ["[4, 7, 3, 0] [6]", "[1, 5, 9, 8] [2]"] * 2,
-        "7": ["[4, 7, 3, 0]", "[1, 5, 9, 8]"] * 2,
-    }
+    # What two real NCCL ranks printed with torch's sampler: two epochs a case, rank 0 | rank 1.
+    GOLDEN = """\
+[0, 1, 2, 3] [4, 5, 6, 7] | [0, 1, 2, 3] [4, 5, 6, 7]
+[0, 1, 2, 3] [4, 5, 6, 7] | [0, 1, 2, 3] [4, 5, 6, 7]
+[4, 7, 2, 1] | [0, 3, 5, 6]
+[4, 7, 2, 1] | [0, 3, 5, 6]
+[4, 7, 2, 1] | [0, 3, 5, 6]
+[5, 2, 7, 1] | [4, 6, 3, 0]
+[2, 3, 1] | [5, 0, 4]
+[2, 3, 1] | [5, 0, 4]
+|
+|
+[4, 1, 2] | [0, 3, 4]
+[4, 1, 2] | [0, 3, 4]
+[4, 1, 2] | [0, 3, 4]
+[0, 2, 1] | [4, 3, 0]
+[4, 7, 3, 0] [6] | [1, 5, 9, 8] [2]
+[4, 7, 3, 0] [6] | [1, 5, 9, 8] [2]
+[4, 7, 3, 0] | [1, 5, 9, 8]
+[4, 7, 3, 0] | [1, 5, 9, 8]
+"""
 
     def test_the_nine_cases_show_the_golden_batches(self):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             ddp.main(["cases"])
 
-        shown = {}
-        for case in out.getvalue().split("\n\n"):
-            title = re.search("case (.*?): ", case)[1]
-            shown[title] = re.findall(r"epoch \d  rank \d *(.*)", case)
-        self.assertEqual(shown, self.GOLDEN)
+        shown = re.findall(r"rank \d *(.*)\n.*rank \d *(.*)", out.getvalue())
+        epochs = [" | ".join(ranks).strip() for ranks in shown]
+        self.assertEqual(epochs, self.GOLDEN.splitlines())
 
 
 # ---- The task
@@ -359,43 +392,40 @@ class TheTask(unittest.TestCase):
     def test_an_item_depends_on_seed_and_index_alone_also_in_loader_workers(self):
         dataset, longer = ddp.SyntheticDataset(6, 50, seed=1), ddp.SyntheticDataset(100, 50, seed=1)
 
-        loader = DataLoader(dataset, batch_size=None, num_workers=2, sampler=[5, 3, 0, 3])
+        items = list(DataLoader(dataset, None, num_workers=2))
 
-        expected = [longer[i] for i in (5, 3, 0, 3)]
-        torch.testing.assert_close(list(loader), expected, rtol=0, atol=0)
+        expected = [longer[i] for i in range(6)]
+        torch.testing.assert_close(items, expected, rtol=0, atol=0)
 
     def test_items_differ_by_index_and_by_seed(self):
-        first = [ddp.SyntheticDataset(2, 50, seed)[i][0] for seed, i in ((1, 0), (1, 1), (2, 0))]
+        zero, one = ddp.SyntheticDataset(2, 50, 0), ddp.SyntheticDataset(2, 50, 1)
 
-        self.assertEqual(len({tuple(x.flatten().tolist()) for x in first}), 3)
+        sums = {x.sum().item() for x, _ in (zero[0], zero[1], one[0])}
+
+        self.assertEqual(len(sums), 3)
 
     def test_y_is_the_channel_of_x_with_the_largest_moving_sum(self):
         x, y = ddp.SyntheticDataset()[99]
 
-        moving_sum = F.conv1d(x[:, None], torch.ones(1, 1, 3), padding=1)[:, 0]
-        self.assertEqual((x.dtype, x.shape), (torch.float32, (3, 10000)))
-        self.assertEqual((y.dtype, y.shape), (torch.int64, (10000,)))
-        self.assertGreater((moving_sum.argmax(0) == y).double().mean(), 0.9999)
+        expected = F.avg_pool1d(x, kernel_size=3, stride=1, padding=1).argmax(0)
+        self.assertEqual((x.shape, x.dtype, y.dtype), ((3, 10000), torch.float32, torch.int64))
+        self.assertGreater((y == expected).double().mean(), 0.9999)
 
     def test_an_index_out_of_range_is_an_index_error(self):
         for index in (-1, 100):
             with self.assertRaises(IndexError):
                 ddp.SyntheticDataset()[index]
 
-    def test_the_net_gives_logits_of_both_signs_for_every_class_and_position(self):
+    def test_the_net_gives_logits_of_either_sign_for_every_class_and_position(self):
         logits = ddp.ConvNet(num_classes=5)(torch.randn(2, 3, 11))
 
         self.assertEqual(logits.shape, (2, 5, 11))
-        self.assertEqual(set(logits.sign().flatten().tolist()), {-1, 1})
+        self.assertLess(logits.min(), 0)
 
 
 # ---- The step
 def uneven_batch():
-    """Return 12 samples with a third of the labels ignored, and four of them without any."""
-    x, y = next(iter(DataLoader(ddp.SyntheticDataset(12, 40), 12)))
-    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 1 / 3] = -100
-    y[[1, 2, 5, 9]] = -100
-    return x, y
+    return default_collate(uneven_data(12))
 
 
 def wrapped_net():
@@ -423,81 +453,54 @@ def step_of_one_process(x, y):
     return list(module.parameters()), sums.detach()
 
 
-def step_without_labels():
-    """Make a step on labels that are all ignored, with a loss that a mask makes zero."""
+def masked_loss(logits, y):
+    """A loss that makes ignored labels zero by a mask."""
+    return (logits.sum(1) * (y != -100)).sum(), torch.zeros(())
 
-    def batch_sums(logits, y):
-        return (logits.sum(1) * (y != -100)).sum(), torch.zeros(())
 
-    x, y = uneven_batch()
+def with_loss(batch_sums, function, *args):
+    """Call function(*args) with another loss."""
     with mock.patch.object(ddp, "batch_sums", batch_sums):
-        return step_on_a_share(x, torch.full_like(y, -100), 3)
+        return function(*args)
 
 
-def buckets_reduced_in_a_step(micro_batch_size):
-    """Return the buckets of gradients that DDP reduces in a step on 4 samples of this rank."""
-    buckets = []
-
-    def reduce(state, bucket):
-        buckets.append(bucket.index())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
+def events_of_a_step(micro_batch_size):
+    """Return the names of all that PyTorch's profiler sees in a step on 12 samples."""
     x, y = uneven_batch()
     model, optimizer = wrapped_net()
-    model.register_comm_hook(None, reduce)
-    ddp.train_step(model, optimizer, x[:4], y[:4], micro_batch_size)
-    return buckets
-
-
-def operators_of_a_step():
-    """Return the names of the operators that a step calls, and at last that of .item()."""
-    model, optimizer = wrapped_net()
-    x, y = uneven_batch()
-    with Operators() as operators:
-        ddp.train_step(model, optimizer, x, y, 5)
-        torch.zeros(1).item()
-    return operators.names
+    with profile() as profiler:
+        ddp.train_step(model, optimizer, x, y, micro_batch_size)
+    return [event.name for event in profiler.function_events]
 
 
 class TheStep(unittest.TestCase):
-    def assert_same_step(self, step, expected):
-        for tensors, expected_tensors in zip(step, expected, strict=True):
-            torch.testing.assert_close(tensors, expected_tensors, rtol=1e-6, atol=1e-6)
-
     def test_on_any_number_of_ranks_it_is_that_of_one_process_on_the_whole_batch(self):
         x, y = uneven_batch()
         expected = step_of_one_process(x, y)
 
-        for ranks, micro_batch_size in ((1, 12), (1, 5), (2, 6), (2, 4), (3, 4), (3, 1), (4, 2)):
+        for ranks, micro_batch_size in ((1, 5), (2, 4), (3, 4), (3, 1), (4, 2)):
             with self.subTest(ranks=ranks, micro_batch_size=micro_batch_size):
                 for step in on_ranks(ranks, step_on_a_share, x, y, micro_batch_size):
-                    self.assert_same_step(step, expected)
+                    assert_close(step, expected)
 
     def test_without_any_label_it_changes_nothing(self):
+        x, y = uneven_batch()
+        y[:] = -100
         unchanged = list(plain_net().parameters()), torch.zeros(3, dtype=torch.float64)
 
-        for step in on_ranks(2, step_without_labels):
-            self.assert_same_step(step, unchanged)
+        for step in on_ranks(2, with_loss, masked_loss, step_on_a_share, x, y, 3):
+            assert_close(step, unchanged)
 
-    def test_samples_beyond_the_labels_do_not_count(self):
-        x, y = uneven_batch()
-
-        for own in (3, 4):
-            step = on_ranks(1, step_on_a_share, x[: own + 1], y[:own], 2)[0]
-            self.assert_same_step(step, step_of_one_process(x[:own], y[:own]))
-
-    def test_ranks_exchange_gradients_once_in_a_step(self):
-        for micro_batch_size in (4, 2, 1):
-            self.assertEqual(on_ranks(2, buckets_reduced_in_a_step, micro_batch_size), [[0], [0]])
+    def test_ranks_all_reduce_labels_and_gradients_once_in_a_step(self):
+        for micro_batch_size in (12, 5, 1):
+            for events in on_ranks(2, events_of_a_step, micro_batch_size):
+                self.assertEqual(events.count("c10d::allreduce_"), 2)  # labels, gradients
 
     def test_it_calls_no_item_and_no_mask_which_would_wait_for_the_device(self):
-        *names, item = on_ranks(1, operators_of_a_step)[0]
+        [events] = on_ranks(1, events_of_a_step, 5)
 
-        self.assertEqual(item, "_local_scalar_dense")
-        self.assertIn("convolution_backward", names)
-        self.assertEqual({item, "nonzero", "index"} & set(names), set())  # .item(), masks
+        self.assertIn("aten::convolution_backward", events)
+        self.assertEqual({"aten::item", "aten::nonzero", "aten::index"} & set(events), set())
 
 
 # ---- Evaluation
@@ -515,131 +518,94 @@ def evaluation(num_samples):
     return ddp.evaluate(net_of_rank(), DataLoader(data, 4, sampler=sampler), CPU)
 
 
-def logits_of_an_evaluation(amp):
-    """Return (dtype, whether training can use them, whether they have a graph) of the logits."""
-    seen, module = [], plain_net()
-    module.register_forward_hook(lambda module, args, logits: seen.append(logits))
-    ddp.evaluate(module, [uneven_batch()], CPU, amp)
-    return seen[0].dtype, not seen[0].is_inference(), seen[0].requires_grad
-
-
 class TheEvaluation(unittest.TestCase):
     def test_on_1_to_4_ranks_it_gives_the_numbers_of_one_batch_in_one_process(self):
-        x, y = next(iter(DataLoader(ddp.SyntheticDataset(25, 40), 25)))
-        logits = net_of_rank().eval()(x)
-        accuracy = (logits.argmax(1) == y).double().mean()
-        expected = F.cross_entropy(logits, y).item(), accuracy.item()
+        expected = loss_and_accuracy(net_of_rank().eval(), ddp.SyntheticDataset(25, 40))
 
         for world_size in (1, 2, 3, 4):
             for numbers in on_ranks(world_size, evaluation, 25):
-                np.testing.assert_allclose(numbers, expected, rtol=1e-6)
+                assert_close(numbers, expected)
 
     def test_a_rank_without_a_sample_takes_part(self):
-        one, two = on_ranks(2, evaluation, 1)
+        first, second = on_ranks(2, evaluation, 1)
 
-        self.assertEqual(one, two)
+        self.assertEqual(first, second)
 
     def test_without_any_label_it_gives_nan(self):
         self.assertTrue(np.isnan(on_ranks(1, evaluation, 0)).all())
 
     def test_a_tensor_that_the_net_keeps_from_it_can_be_used_in_training(self):
-        self.assertEqual(
-            on_ranks(1, logits_of_an_evaluation, False), [(torch.float32, True, False)]
-        )
+        out = jobs(1, SMALL, telling_task).out
 
-    def test_amp_runs_it_in_bfloat16(self):
-        self.assertEqual(
-            on_ranks(1, logits_of_an_evaluation, True), [(torch.bfloat16, True, False)]
-        )
+        self.assertIn("False torch.float32 False False\n", out)  # no graph, no inference tensor
 
     def test_the_digest_covers_parameters_and_buffers(self):
         module = net_of_rank()
         digests = {ddp.digest(module)}
 
-        for tensor in (
-            module[0][2].bias.data,
-            module[1].running_var,
-            module[1].num_batches_tracked,
-        ):
+        for tensor in module.state_dict().values():
             tensor += 1
             digests.add(ddp.digest(module))
 
-        self.assertEqual(len(digests), 4)
+        self.assertEqual(len(digests), 1 + 4 + 5)  # of the convolutions, of BatchNorm
 
 
 # ---- The number of GPUs changes the time, not the training
 def uneven_task(args):
-    """A net without BatchNorm, and data with ignored labels and samples without any label."""
-    generator = torch.Generator().manual_seed(1)
-    train_set = []
-    for x, y in ddp.SyntheticDataset(args.num_samples, 40):
-        y[torch.rand(40, generator=generator) < 1 / 3] = -100
-        if torch.rand((), generator=generator) < 0.2:
-            y[:] = -100
-        train_set.append((x, y))
+    """A net without BatchNorm, and samples with unequally many labels."""
     net = plain_net()
-    return train_set, ddp.SyntheticDataset(25, 40, 9), net, torch.optim.Adam(net.parameters())
+    val_set = ddp.SyntheticDataset(25, 40, seed=9)
+    return uneven_data(args.num_samples), val_set, net, torch.optim.Adam(net.parameters())
 
 
 class TheNumberOfRanks(Test):
     """For nets that treat each sample by itself: BatchNorm and dropout depend on a rank's share."""
 
-    def assert_same_training(self, of_job, expected):
-        (out, parameters), (expected_out, expected_parameters) = of_job, expected
-        lines = re.findall("epoch .* [|].*", out)
-        self.assertEqual(lines, re.findall("epoch .* [|].*", expected_out))
-        np.testing.assert_allclose(parameters, expected_parameters, rtol=0, atol=1e-5)
-
     def test_the_training_is_the_same_on_1_2_3_4_and_6_ranks_with_any_micro_batch(self):
         for more in ("--num-samples 37", "--num-samples 100", "--num-samples 47 --drop-last"):
-            options = f"--global-batch-size 12 --epochs 4 {more} --micro-batch-size "
+            options = f"--global-batch-size 12 --epochs 2 {more} --micro-batch-size "
             expected = jobs(1, options + "12", uneven_task)
 
             for world_size, micro_batch_size in ((1, 5), (2, 4), (3, 4), (4, 2), (6, 2)):
                 with self.subTest(more, world_size=world_size):
-                    of_job = jobs(world_size, f"{options}{micro_batch_size}", uneven_task)
-                    self.assert_same_training(of_job, expected)
+                    trained = jobs(world_size, f"{options}{micro_batch_size}", uneven_task)
+
+                    self.assertEqual(results(trained.out)[:-1], results(expected.out)[:-1])
+                    assert_close(trained.state_dict, expected.state_dict)
 
     def test_it_is_the_same_when_killed_on_4_ranks_resumed_on_3_then_2_then_6(self):
         options = "--num-samples 100 --global-batch-size 12 --epochs 4"
         expected = jobs(1, options, uneven_task)
         options += f" --checkpoint-every 1 --checkpoint {self.folder}/elastic.pt"
 
-        before = ""
-        for world_size, stop_at in ((4, 5), (3, 8), (2, 10)):
-            before += jobs(world_size, options, uneven_task, stop_at)[0]
-        out, parameters = jobs(6, options, uneven_task)
+        out = ""
+        for world_size, stop_at in ((4, 5), (3, 8), (2, 10), (6, None)):
+            trained = jobs(world_size, options, uneven_task, stop_at)
+            out += trained.out
 
         self.assertIn("epoch 2, 24 samples read", out)
-        self.assert_same_training((before + out, parameters), expected)
+        self.assertEqual(results(out)[:-1], results(expected.out)[:-1])
+        assert_close(trained.state_dict, expected.state_dict)
 
     def test_going_on_with_another_global_batch_size_is_said(self):
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/batch.pt"
         jobs(2, f"{options} --global-batch-size 8", stop_at=3)
 
-        out, _ = jobs(2, f"{options} --global-batch-size 4")
+        out = jobs(2, f"{options} --global-batch-size 4").out
 
         self.assertIn("epoch 0, 16 samples read\nuntil now the global batch size was 8\n", out)
 
 
 # ---- On the same number of ranks, the same bits
-class Regularised(nn.Module):
+class Regularised(nn.Sequential):
     """A net with dropout and a layer that only training uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 3, 1)
-
     def forward(self, x):
-        logits = self.body(x)
+        body, head = self
+        logits = body(x)
         if self.training:
-            logits = logits + F.dropout(self.head(x), 0.3)
+            logits = logits + F.dropout(head(x), 0.3)
         return logits
-
-
-def regularised_task(args):
-    data = ddp.SyntheticDataset(44, 8), ddp.SyntheticDataset(4, 8)
-    return with_sgd(args, *data, Regularised())
 
 
 class Augmented(ddp.SyntheticDataset):
@@ -650,76 +616,75 @@ class Augmented(ddp.SyntheticDataset):
         return x + torch.rand(()), y
 
 
-def augmented_task(args):
-    return with_sgd(args, Augmented(24, 8), ddp.SyntheticDataset(4, 8), ddp.ConvNet())
+def random_task(args):
+    net = Regularised(nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 3, 1))
+    return with_sgd(args, Augmented(44, 8), ddp.SyntheticDataset(4, 8), net)
 
 
 class AfterAKill(Test):
     """Jobs that end before one of their steps, each of which is saved, and go on."""
 
-    def assert_same_bits(self, world_size, stops, options="", task=ddp.make_task, more=""):
+    def assert_same_bits(self, world_size, stops, options="", task=ddp.make_task, at_first=""):
+        """Compare a job with one that is stopped in between, and has more options at first."""
         options = f"{SMALL} --global-batch-size {2 * world_size} {options}"
-        expected, _ = jobs(world_size, options, task)
+        expected = jobs(world_size, options, task).out
         options += f" --checkpoint-every 1 --checkpoint {self.folder}/{self.id()}-{world_size}"
 
         out = ""
         for stop_at in stops:
-            out += jobs(world_size, f"{options} {more}", task, stop_at)[0]
-        out += jobs(world_size, options, task)[0]
+            out += jobs(world_size, f"{options} {at_first}", task, stop_at).out
+        out += jobs(world_size, options, task).out
 
         self.assertEqual(out.count("resuming from"), len(stops))
-        self.assertEqual(re.sub("resuming from.*\n", "", out), expected)  # the digest, too
+        self.assertEqual(results(out), results(expected))  # the digest, too
 
     def test_a_job_on_2_3_and_5_ranks_ends_as_the_uninterrupted_one(self):
-        for world_size, stops in ((2, (4, 12)), (3, (3, 4, 5)), (5, (3,))):
+        for world_size in (2, 3, 5):
             with self.subTest(world_size=world_size):
-                self.assert_same_bits(world_size, stops)
+                self.assert_same_bits(world_size, stops=(3, 7))
 
     def test_a_job_with_micro_batches_ends_as_the_uninterrupted_one(self):
         self.assert_same_bits(3, stops=(3, 4), options="--micro-batch-size 1")
 
     def test_a_job_with_loader_workers_goes_on_without_them_and_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(3, stops=(3,), options="--epochs 1", more="--num-workers 1")
+        self.assert_same_bits(3, stops=(3,), options="--epochs 1", at_first="--num-workers 1")
 
-    def test_a_job_with_dropout_and_a_layer_for_training_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(3, stops=(3, 5), task=regularised_task)
-
-    def test_a_job_with_augmentation_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(3, stops=(3,), task=augmented_task)
+    def test_a_job_with_dropout_and_augmentation_ends_as_the_uninterrupted_one(self):
+        self.assert_same_bits(3, stops=(3, 5), task=random_task)
 
     def test_a_finished_job_is_not_trained_again(self):
         options = f"{SMALL} --checkpoint {self.folder}/finished.pt"
-        first, _ = jobs(2, options)
-        written = (self.folder / "finished.pt").read_bytes()
+        first = jobs(2, options)
 
-        again, _ = jobs(2, options)
+        again = jobs(2, options)
 
-        resuming, digest = again.splitlines()
-        self.assertEqual(digest, first.splitlines()[-1])
-        self.assertEqual((self.folder / "finished.pt").read_bytes(), written)
+        self.assertEqual(results(again.out), results(first.out)[-1:])
 
 
 # ---- The checkpoint
+def infinite_loss(logits, y):
+    return 0 * logits.sum() + float("inf"), torch.zeros(())
+
+
+def loss_without_finite_gradient(logits, y):
+    return (0 * logits.sum()).sqrt(), torch.zeros(())
+
+
 def job_with_a_path_of_its_own(options):
     """Run a job whose --checkpoint is another file for each rank."""
     return job(f"{options}-{dist.get_rank()}")
 
 
-def error_of_loss(kind):
-    """Return the error of a job with a loss that is infinite, or that has no finite gradient."""
-
-    def batch_sums(logits, y):
-        zero = (0 * logits).nan_to_num().sum()
-        losses = {"infinite": zero + float("inf"), "without a gradient": zero.sqrt()}
-        return losses[kind], torch.zeros(())
-
-    with mock.patch.object(ddp, "batch_sums", batch_sums):
-        return error_of_job(SMALL, sgd_task)
+def write_until(moment, path):
+    """Write a checkpoint, but kill this process at the call of os.fsync() or os.replace()."""
+    with mock.patch.object(os, moment, lambda *args: os._exit(9)):
+        ddp.save_checkpoint(path, {"state": "new"})
 
 
-def sgd_task(args):
-    data = ddp.SyntheticDataset(44, 64), ddp.SyntheticDataset(25, 64, 1)
-    return with_sgd(args, *data, plain_net())
+def write_at_the_same_time(path):
+    """Write a checkpoint on each rank, with the temporary files open at the same time."""
+    with mock.patch.object(os, "fsync", lambda file: dist.barrier()):
+        ddp.save_checkpoint(path, {"state": "new"})
 
 
 class TheCheckpoint(Test):
@@ -729,6 +694,7 @@ class TheCheckpoint(Test):
         cls.options = f"{SMALL} --checkpoint-every 1 --checkpoint"
         cls.path = cls.folder / "first"
         jobs(2, f"{cls.options} {cls.path}", stop_at=3)
+        cls.saved = torch.load(cls.path)
 
     def refusal(self, path, more=""):
         """Return the error with which all ranks of a job refuse a checkpoint."""
@@ -738,23 +704,18 @@ class TheCheckpoint(Test):
 
     def refusal_of_changed(self, **changes):
         """Return the error for a copy of a good checkpoint with these changes."""
-        torch.save(torch.load(self.path) | changes, self.folder / "changed")
+        torch.save(self.saved | changes, self.folder / "changed")
         return self.refusal(self.folder / "changed")
 
     def test_a_kill_at_any_moment_of_writing_leaves_the_old_one(self):
         path = self.folder / "killed"
         ddp.save_checkpoint(path, {"state": "old"})
         for moment in ("fsync", "replace"):
-            process = os.fork()
-            if not process:
-                try:
-                    with mock.patch.object(os, moment, lambda *args: os._exit(9)):
-                        ddp.save_checkpoint(path, {"state": "new"})
-                finally:
-                    os._exit(0)
-            _, status = os.waitpid(process, 0)
+            process = multiprocessing.Process(target=write_until, args=(moment, path))
+            process.start()
+            process.join()
 
-            self.assertEqual(os.waitstatus_to_exitcode(status), 9)
+            self.assertEqual(process.exitcode, 9)
             self.assertEqual(torch.load(path), {"state": "old"})
 
     def test_through_a_link_the_file_is_written(self):
@@ -767,40 +728,30 @@ class TheCheckpoint(Test):
         self.assertEqual(torch.load(path), {"state": "new"})
 
     def test_a_write_that_fails_leaves_the_old_one_and_nothing_else(self):
-        path = self.folder / "alone" / "old"
-        path.parent.mkdir()
+        path = self.folder / "full"
         ddp.save_checkpoint(path, {"state": "old"})
 
         with mock.patch.object(os, "fsync", side_effect=OSError("disk full")):
             self.assertRaisesRegex(OSError, "disk full", ddp.save_checkpoint, path, {})
 
-        self.assertEqual(torch.load(path), {"state": "old"})
-        self.assertEqual(list(path.parent.iterdir()), [path])
+        self.assertEqual(list(self.folder.glob("full*")), [path])
 
     def test_two_writers_at_once_do_not_disturb_each_other(self):
-        path, fsync = self.folder / "both", os.fsync
+        path = self.folder / "both"
 
-        def write_another(file):
-            with mock.patch.object(os, "fsync", fsync):
-                ddp.save_checkpoint(path, {"state": "of the other"})
+        on_ranks(2, write_at_the_same_time, path)
 
-        with mock.patch.object(os, "fsync", write_another):
-            ddp.save_checkpoint(path, {"state": "of the slow one"})
+        self.assertEqual(torch.load(path), {"state": "new"})
 
-        self.assertEqual(torch.load(path), {"state": "of the slow one"})
+    def test_only_rank_0_needs_to_see_it_and_only_rank_0_writes_it(self):
+        path = self.folder / "seen"
+        shutil.copy(self.path, f"{path}-0")
 
-    def test_only_rank_0_needs_to_see_it(self):
-        shutil.copy(self.path, self.folder / "seen-0")
+        first, second = on_ranks(2, job_with_a_path_of_its_own, f"{self.options} {path}")
 
-        ranks = on_ranks(2, job_with_a_path_of_its_own, f"{self.options} {self.folder}/seen")
-
-        self.assertIn("16 samples read", ranks[0][0])
-        self.assertEqual(ranks[0][1], ranks[1][1])
-
-    def test_only_rank_0_writes_it(self):
-        on_ranks(2, job_with_a_path_of_its_own, f"{self.options} {self.folder}/written")
-
-        self.assertEqual(list(self.folder.glob("written-*")), [self.folder / "written-0"])
+        self.assertIn("16 samples read", first.out)
+        torch.testing.assert_close(first.state_dict, second.state_dict, rtol=0, atol=0)
+        self.assertFalse(os.path.exists(f"{path}-1"))
 
     def test_a_file_that_is_no_checkpoint_is_refused_and_left_as_it_is(self):
         whole, path = self.path.read_bytes(), self.folder / "bad"
@@ -819,21 +770,21 @@ class TheCheckpoint(Test):
             self.assertIn(f"{known}, but is 99 here", self.refusal(self.path, option))
 
     def test_one_that_has_another_net_or_optimizer_is_refused_with_the_difference(self):
-        saved = torch.load(self.path)["job"]
         for name, value in (
             ("6.weight", [5, 32, 3]),
             ("the optimizer", ["SGD", 12]),
             ("the dataset", "list"),
             ("the name of no parameter", 1),
         ):
-            message = self.refusal_of_changed(job=saved | {name: value})
-            self.assertIn(f"{name} was {value}, but is {saved.get(name)} here", message)
+            job = self.saved["job"]
+            message = self.refusal_of_changed(job=job | {name: value})
+            self.assertIn(f"{name} was {value}, but is {job.get(name)} here", message)
 
     def test_one_that_lacks_a_name_of_this_job_is_refused(self):
-        saved = torch.load(self.path)["job"]
-        del saved["6.bias"]
+        job = dict(self.saved["job"])
+        del job["6.bias"]
 
-        self.assertIn("6.bias was None, but is [3] here", self.refusal_of_changed(job=saved))
+        self.assertIn("6.bias was None, but is [3] here", self.refusal_of_changed(job=job))
 
     def test_one_that_would_execute_something_does_not(self):
         folder = self.folder / "executed"
@@ -848,26 +799,19 @@ class TheCheckpoint(Test):
     def test_the_learning_rate_is_the_command_lines(self):
         path = shutil.copy(self.path, self.folder / "lr")
 
-        jobs(2, f"{self.options} {path} --lr 0")
+        trained = jobs(2, f"{self.options} {path} --lr 0")
 
-        before, after = torch.load(self.path)["module"], torch.load(path)["module"]
+        before, after = self.saved["module"], trained.state_dict
+        self.assertEqual(len(trained.labels), 10)
         self.assertTrue(torch.equal(before["0.weight"], after["0.weight"]))
-        self.assertFalse(torch.equal(before["1.running_mean"], after["1.running_mean"]))
 
-    def test_a_net_that_is_not_finite_ends_the_job_and_is_not_saved(self):
-        options = f"{self.options} {self.folder}/finite"
-        jobs(2, options, sgd_task, 3)
-
-        errors = on_ranks(2, error_of_job, f"{options} --lr 1e12", sgd_task)
-
-        saved = torch.load(self.folder / "finite")["module"]
-        self.assertIn("FloatingPointError: the loss or a parameter is not finite", errors[1])
-        self.assertTrue(all(tensor.isfinite().all() for tensor in saved.values()))
-
-    def test_a_loss_that_is_not_finite_ends_the_job_and_so_does_a_net(self):
-        for kind in ("infinite", "without a gradient"):
-            for error in on_ranks(2, error_of_loss, kind):
-                self.assertIn("FloatingPointError: the loss or a parameter is not finite", error)
+    def test_a_loss_or_a_net_that_is_not_finite_ends_the_job_and_is_not_saved(self):
+        path = self.folder / "finite"
+        for loss in (infinite_loss, loss_without_finite_gradient):
+            for options in (f"{self.options} {path}", f"{SMALL} --checkpoint {path}"):
+                for error in on_ranks(2, with_loss, loss, error_of_job, options):
+                    self.assertRegex(error, "^FloatingPointError: the loss or a parameter is not")
+                self.assertFalse(path.exists())
 
 
 # ---- The job
@@ -881,48 +825,16 @@ def digest_of_a_plain_loop():
         sampler.set_epoch(epoch)
         for x, y in DataLoader(data, 4, sampler=sampler):
             optimizer.zero_grad()
-            loss_sum = F.cross_entropy(module(x), y, reduction="sum")
-            (loss_sum / y.numel()).backward()
+            F.cross_entropy(module(x), y).backward()
             optimizer.step()
     return ddp.digest(module)
 
 
-def steps_of(options, task=ddp.make_task):
-    """Return for each step of this rank the seed of PyTorch, the sum of x, the number of labels."""
-    steps, train_step = [], ddp.train_step
-
-    def noting_step(model, optimizer, x, y, *args):
-        steps.append((torch.initial_seed(), x.sum().item(), y.numel()))
-        return train_step(model, optimizer, x, y, *args)
-
-    with mock.patch.object(ddp, "train_step", noting_step):
-        job(options, task)
-    return steps
-
-
 def job_with_a_clock(options, terminal):
     """Return what a rank prints if a second passes from one look at the clock to the next."""
-    out, seconds = io.StringIO(), itertools.count()
-    out.isatty = lambda: terminal
-    clock = mock.patch.object(ddp.time, "perf_counter", lambda: next(seconds))
-    with clock, contextlib.redirect_stdout(out):
-        ddp.train(parse(options), CPU)
-    return out.getvalue()
-
-
-def job_with_1300_pairs_and_1024_files():
-    """Return what a rank with a loader worker prints that holds 2600 tensors."""
-
-    def task(args):
-        data = [(torch.randn(3, 8), torch.randint(3, (8,))) for _ in range(1300)]
-        return with_sgd(args, data, data[:1], plain_net())
-
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-    try:
-        return job("--epochs 1 --num-workers 1 --global-batch-size 130", task)[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    seconds = itertools.count()
+    with mock.patch.object(ddp.time, "perf_counter", lambda: next(seconds)):
+        return job(options, terminal=terminal).out
 
 
 def default_group_of_all_reduce():
@@ -936,51 +848,48 @@ def task_of(label, num_val_samples, args):
     return with_sgd(args, data, data[:num_val_samples], plain_net())
 
 
+LOAD_2600_TENSORS_WITH_1024_FILES = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
+def make_task(args):
+    data = [(torch.randn(3, 8), torch.randint(3, (8,))) for _ in range(1300)]
+    net = torch.nn.Conv1d(3, 3, 1)
+    return data, data[:1], net, torch.optim.SGD(net.parameters())
+ddp.make_task = make_task
+"""
+
+
 class TheJob(Test):
     def test_one_rank_trains_what_a_plain_loop_does(self):
         expected = digest_of_a_plain_loop()
 
         for parallel in ("ddp", "dp"):
             options = f"--seed 7 --lr 0.02 --global-batch-size 4 --parallel {parallel}"
-            self.assertIn(expected, jobs(1, f"{SMALL} {options}")[0])
+            self.assertIn(expected, jobs(1, f"{SMALL} {options}").out)
 
     def test_each_option_changes_what_is_trained(self):
         options = "--epochs 1|--global-batch-size 9|--micro-batch-size 1|--lr 0.1|--drop-last"
         options += "|--amp|--seed 1|--num-samples 40|--length 65|"
 
-        outputs = [jobs(3, f"{SMALL} {option}")[0] for option in options.split("|")]
+        digests = {results(jobs(3, f"{SMALL} {option}").out)[-1] for option in options.split("|")}
 
-        self.assertEqual(len({out.splitlines()[-1] for out in outputs}), 10)  # digests
-
-    def test_all_ranks_hold_the_same_net(self):
-        first, second, third = (parameters for _, parameters in on_ranks(3, job, SMALL))
-
-        self.assertEqual(first, second)
-        self.assertEqual(first, third)
-
-    def test_only_rank_0_prints(self):
-        first, second = (out.count("\n") for out, _ in on_ranks(2, job, SMALL))
-
-        self.assertEqual((first, second), (3, 0))
+        self.assertEqual(len(digests), 10)
 
     def test_loss_and_accuracy_are_those_of_all_ranks(self):
-        numbers = []
-        for data in sgd_task(ddp.make_parser().parse_args([]))[:2]:
-            x, y = next(iter(DataLoader(data, len(data))))
-            logits = plain_net()(x)
-            numbers.append(F.cross_entropy(logits, y).item())
-            numbers.append((logits.argmax(1) == y).double().mean().item())
+        train_set, val_set, net, _ = sgd_task(types.SimpleNamespace(lr=0))
+        numbers = loss_and_accuracy(net, train_set) + loss_and_accuracy(net, val_set)
 
-        out, _ = jobs(3, f"{SMALL} --lr 0", sgd_task)
+        out = jobs(3, f"{SMALL} --lr 0", sgd_task).out
 
         line = "| loss {:.4f} accuracy {:.3f} | val_loss {:.4f} val_accuracy {:.3f} |"
         self.assertEqual(out.count(line.format(*numbers)), 2)
 
-    def test_amp_reaches_the_evaluation(self):
-        out = [jobs(1, f"{SMALL} --lr 0 {amp}", sgd_task)[0] for amp in ("", "--amp")]
+    def test_amp_runs_training_and_evaluation_in_bfloat16(self):
+        out = jobs(1, f"{SMALL} --amp", telling_task).out
 
-        precise, rounded = (re.findall(r"val_loss (\S+)", text) for text in out)
-        self.assertNotEqual(precise, rounded)
+        self.assertIn("True torch.bfloat16 True", out)
+        self.assertIn("False torch.bfloat16 False", out)
 
     def test_samples_a_second_are_those_of_all_ranks(self):
         out, _ = on_ranks(2, job_with_a_clock, SMALL, False)
@@ -990,29 +899,29 @@ class TheJob(Test):
     def test_on_a_terminal_a_progress_line_redraws_itself(self):
         out, other = on_ranks(2, job_with_a_clock, f"{SMALL} --epochs 1", True)
 
-        shown = re.findall(r"epoch 0 \| (\S+) samples \| (\S+) samples/s  \r", out)
-        self.assertEqual(shown[:3], [("8/44", "8.0"), ("16/44", "8.0"), ("24/44", "8.0")])
-        self.assertEqual(shown[5:], [("44/44", "7.3")])
+        self.assertIn("epoch 0 | 16/44 samples | 8.0 samples/s  \r", out)
+        self.assertIn("epoch 0 | 44/44 samples | 7.3 samples/s  \r", out)
         self.assertEqual(other, "")
 
     def test_random_numbers_differ_between_ranks_and_steps(self):
-        seeds = [seed for steps in on_ranks(3, steps_of, SMALL) for seed, _, _ in steps]
+        sums = set()
+        for rank in on_ranks(3, job, SMALL, random_task):
+            sums.update(rank.x_sums)
 
-        self.assertEqual(len(seeds), 3 * 2 * 4)
-        self.assertEqual(len(set(seeds)), len(seeds))
+        self.assertEqual(len(sums), 3 * 2 * 4)  # ranks, epochs, steps
 
-    def test_augmentation_differs_between_ranks_also_in_loader_workers(self):
-        of_ranks = []
-        for num_workers in (0, 1):
-            options = f"--epochs 1 --num-workers {num_workers}"
-            of_ranks += on_ranks(2, steps_of, options, augmented_task)
+    def test_random_numbers_of_loader_workers_differ_between_ranks(self):
+        first, second = on_ranks(2, job, "--epochs 1 --num-workers 1", random_task, 4)
 
-        self.assertEqual(len({str([x for _, x, _ in steps]) for steps in of_ranks}), 4)
+        self.assertNotEqual(first.x_sums, second.x_sums)
 
     def test_loader_workers_take_2600_tensors_where_1024_files_may_be_open(self):
-        out = on_ranks(1, job_with_1300_pairs_and_1024_files)[0]
+        script = self.script(LOAD_2600_TENSORS_WITH_1024_FILES)
+        options = "--epochs 1 --num-workers 1 --global-batch-size 130"
 
-        self.assertIn("epoch 0 | loss", out)
+        [trained] = on_ranks(1, job_of_script, script, options, 3)
+
+        self.assertEqual(len(trained.labels), 2)
 
     def test_data_that_cannot_be_trained_on_is_refused_by_all_ranks(self):
         for label, num_val_samples, options, message in (
@@ -1038,7 +947,7 @@ def train(args, device):
 ddp.train = train
 """
 
-RAISE_ON_BOTH_RANKS = """
+RAISE_ON_EVERY_RANK = """
 os_exit = os._exit
 def exit_after_both_have_printed(status):
     dist.barrier()
@@ -1047,6 +956,12 @@ os._exit = exit_after_both_have_printed
 def train(args, device):
     raise ValueError(f"of rank {dist.get_rank()}")
 ddp.train = train
+"""
+
+REFUSE = """
+def make_task(args):
+    raise ddp.InputError("by a test")
+ddp.make_task = make_task
 """
 
 KILL_RANK_1_AT_ITS_THIRD_STEP = """
@@ -1069,18 +984,20 @@ if ":" in multiprocessing.current_process().name:  # SpawnProcess-1:1, the first
         pass
 """
 
-TELL_OF_THREADS_AND_SOCKETS = """
+TELL_THREADS_AND_ADDRESSES = """
 import socket
 def train(args, device):
+    addresses = set()
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             opened = socket.socket(fileno=os.dup(fd))
             if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                print("listens on", opened.getsockname()[0], flush=True)
+                addresses.add(opened.getsockname()[0])
         except OSError:
             pass  # no socket
-    print(torch.get_num_threads(), "threads", flush=True)
     dist.barrier()
+    text = f"{torch.get_num_threads()} threads, listening on {addresses}\\n"
+    os.write(1, text.encode())  # Ranks share the pipe: a line in one piece.
 ddp.train = train
 if __name__ == "__main__":
     del os.environ["OMP_NUM_THREADS"]
@@ -1089,21 +1006,20 @@ if __name__ == "__main__":
 
 
 class TheLaunch(Test):
+    REPORT = r"""^ddp on gloo, world size 2, cpu, global batch size 8, torch \S+
+(epoch \d \| loss \d\.\d+ accuracy \d\.\d+ \| val_loss \d\.\d+ val_accuracy \d\.\d+ \| \S+ samples/s
+){6}parameters sha256 [0-9a-f]{64}
+$"""
+
     def test_the_main_job_reports_in_the_agreed_form_that_it_learns(self):
-        folder = self.folder / "with # and space"
-        folder.mkdir()
+        folder = tempfile.mkdtemp(" # and space", dir=self.folder)
 
-        out, err = run(SCRIPT, "--length", 1000, TMPDIR=str(folder))
+        out, err = run(SCRIPT, "--length", 300, TMPDIR=folder)
 
-        numbers = r"loss \d\.\d{4} accuracy [01]\.\d{3}"
-        epoch = (
-            rf"epoch \d \| {numbers} \| val_{numbers.replace(' acc', ' val_acc')} \| \S+ samples/s"
-        )
-        version = re.escape(torch.__version__)
-        first = f"ddp on gloo, world size 2, cpu, global batch size 8, torch {version}"
-        self.assertRegex(out, rf"^{first}\n({epoch}\n){{6}}parameters sha256 [0-9a-f]{{64}}\n$")
+        self.assertRegex(out, self.REPORT)
+        self.assertIn(f"torch {torch.__version__}\n", out)
         self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.9)
-        self.assertEqual((err, list(folder.iterdir())), ("", []))
+        self.assertEqual((err, os.listdir(folder)), ("", []))
 
     def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(self):
         _, err = run(self.script(RAISE_ON_RANK_1), status=1)
@@ -1111,7 +1027,7 @@ class TheLaunch(Test):
         self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*?\nValueError: by a test\n")
 
     def test_each_rank_that_raises_prints_its_own_traceback(self):
-        _, err = run(self.script(RAISE_ON_BOTH_RANKS), status=1)
+        _, err = run(self.script(RAISE_ON_EVERY_RANK), status=1)
 
         self.assertIn("\nValueError: of rank 0\n", err)
         self.assertIn("\nValueError: of rank 1\n", err)
@@ -1125,58 +1041,51 @@ class TheLaunch(Test):
 
     def test_ctrl_c_ends_a_job_quietly_also_if_the_launcher_alone_gets_it(self):
         endless = [SCRIPT, *SMALL.split(), "--epochs", 10000, "--nproc-per-node", 1]
-        alone, all_at_once = start(*endless), start(*endless)
-        for process in (alone, all_at_once):
+        jobs = {send: start(*endless) for send in (os.kill, os.killpg)}
+        for send, process in jobs.items():
             process.stdout.readline()
             process.stdout.readline()  # now it trains
 
-        os.kill(alone.pid, signal.SIGINT)
-        os.killpg(all_at_once.pid, signal.SIGINT)
+            send(process.pid, signal.SIGINT)
 
-        for process in (alone, all_at_once):
-            self.assertEqual(finish(process, status=130)[1], "")
+            _, err = finish(process, status=130)
+            self.assertEqual(err, "")
 
     def test_ranks_whose_launcher_is_killed_while_they_are_imported_end(self):
-        script = self.script("print('imported', flush=True)")
-        process = start(script, "--epochs", 1000000)
+        process = start(self.script("print('imported', flush=True)"), "--epochs", 1000000)
         process.stdout.readline()  # in the launcher
         process.stdout.readline()  # in a rank
 
         process.kill()
 
         finish(process, status=-signal.SIGKILL)  # It waits for the ranks, too.
-        self.assertEqual(process.returncode, -signal.SIGKILL)
 
     def test_on_one_machine_ranks_share_the_cores_and_listen_on_loopback_alone(self):
-        out, _ = run(self.script(TELL_OF_THREADS_AND_SOCKETS))
+        out, _ = run(self.script(TELL_THREADS_AND_ADDRESSES))
 
-        self.assertEqual(out.count("1 threads"), 2)
-        self.assertEqual(set(re.findall("listens on (.*)", out)), {"127.0.0.1"})
+        self.assertEqual(out.count("1 threads, listening on {'127.0.0.1'}"), 2)
 
     def test_a_refusal_in_the_job_is_one_line_with_status_2(self):
-        path = self.folder / "damaged"
-        path.touch()
+        _, err = run(self.script(REFUSE), status=2)
 
-        _, err = run(SCRIPT, "--checkpoint", path, status=2)
-
-        self.assertRegex(err, r"^ddp_reference.py: error: \S+ is damaged or not a checkpoint .*\n$")
+        self.assertEqual(err, "my_job.py: error: by a test\n")
 
 
 class UnderTorchrun(Test):
-    RESTARTING = [*TORCHRUN, "--standalone", "--max-restarts=1", "--nproc-per-node"]
+    RESTARTING = [*TORCHRUN, "--standalone", "--max-restarts=1"]
 
-    def test_a_killed_job_on_3_ranks_is_restarted_and_ends_as_the_uninterrupted_one(self):
+    def test_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
         script = self.script(KILL_RANK_1_AT_ITS_THIRD_STEP)
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/killed".split()
+        restarting = [*self.RESTARTING, "--nproc-per-node=2", script, *options]
 
-        no_sharing = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        out, _ = run(*self.RESTARTING, 3, script, *options, **no_sharing)
+        out, _ = run(*restarting, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
         self.assertIn("resuming from", out)
-        self.assertIn(jobs(3, SMALL)[0].splitlines()[-1], out)
+        self.assertIn(results(jobs(2, SMALL).out)[-1], out)
 
     def test_a_restart_that_would_hang_says_what_to_do(self):
-        _, err = run(*self.RESTARTING, 2, self.script(RAISE_ON_RANK_1), status=1)
+        _, err = run(*self.RESTARTING, self.script(RAISE_ON_EVERY_RANK), status=1)
 
         self.assertIn("run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", err)
 
@@ -1188,15 +1097,13 @@ class UnderTorchrun(Test):
         self.assertRegex(err, "(?s)Root Cause.*ValueError: by a test")
 
     def test_two_agents_train_what_one_launch_does(self):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-        options = [endpoint, "--rdzv-backend=c10d", "--nnodes=2", "--nproc-per-node=1"]
-        agent = [*TORCHRUN, *options, SCRIPT, *SMALL.split()]
+        store = f"--rdzv-conf=store_type=file --rdzv-endpoint={self.folder}/store"
+        options = f"{store} --rdzv-backend=c10d --nnodes=2 --nproc-per-node=1 {SCRIPT} {SMALL}"
 
-        agents = [start(*agent, GLOO_SOCKET_IFNAME="lo") for _ in range(2)]
+        agents = [start(*TORCHRUN, *options.split(), GLOO_SOCKET_IFNAME="lo") for _ in range(2)]
 
         out = "".join(finish(agent)[0] for agent in agents)
-        self.assertIn(jobs(2, SMALL)[0].splitlines()[-1], out)
+        self.assertIn(results(jobs(2, SMALL).out)[-1], out)
 
 
 # ---- Tar shards
@@ -1206,13 +1113,16 @@ def npy(array):
     return data.getvalue()
 
 
-def tar(*members, form=tarfile.PAX_FORMAT):
-    """Return the bytes of a tar file of (name, data) or (name, data, type) members."""
+def tar(*members):
+    """Return the bytes of a tar file of members (name, data); without data they are links."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w", format=form) as file:
-        for name, data, *kind in members:
+    with tarfile.open(fileobj=content, mode="w") as file:
+        for name, data in members:
             member = tarfile.TarInfo(name)
-            member.size, member.type = len(data), (kind or [tarfile.REGTYPE])[0]
+            if data is None:
+                member.type = tarfile.SYMTYPE
+            else:
+                member.size = len(data)
             file.addfile(member, io.BytesIO(data))
     return content.getvalue()
 
@@ -1223,9 +1133,9 @@ def sample_of(number):
     return (f"{number:06d}.x.npy", npy(x)), (f"{number:06d}.y.npy", npy(np.zeros(4, int)))
 
 
-def numbers(stream, **options):
-    """Return the numbers of the samples that a stream gives in an epoch."""
-    return [int(x[0, 0]) for x, _ in DataLoader(stream, batch_size=None, **options)]
+def numbers(samples):
+    """Return the numbers of the samples that a stream, or a loader of it, gives in an epoch."""
+    return [int(x[0, 0]) for x, _ in samples]
 
 
 def seed_of_training_shards(options):
@@ -1237,68 +1147,65 @@ class TheShards(Test):
     def setUpClass(cls):
         super().setUpClass()
         for first in range(0, 22, 5):
-            samples = map(sample_of, range(first, min(first + 5, 22)))
+            samples = map(sample_of, range(22)[first : first + 5])
             (cls.folder / f"{first:02d}.tar").write_bytes(tar(*itertools.chain(*samples)))
 
-    def stream(self, samples_per_epoch=None, num_replicas=1, rank=0, **options):
-        return ddp.ShardStream(
-            [f"{self.folder}/*.tar"],
-            samples_per_epoch,
-            num_replicas=num_replicas,
-            rank=rank,
-            **options,
-        )
+    def stream(self, samples_per_epoch=None, num_replicas=1, rank=0, epoch=0, start=0, **options):
+        """Return a stream of 22 samples in 5 shards."""
+        ranks = {"num_replicas": num_replicas, "rank": rank}
+        stream = ddp.ShardStream([f"{self.folder}/*.tar"], samples_per_epoch, **ranks, **options)
+        stream.set_epoch(epoch, start)
+        return stream
 
     def test_members_are_decoded_by_their_names_or_left_as_bytes_or_skipped(self):
         long_key, path = "f" * 120 + "/" + "k" * 120, self.folder / "members"
         members = [
-            (".", b"", tarfile.DIRTYPE),
             ("a.x.NPY", npy(np.arange(3))),
             ("a.cls", b" 7\n"),
             ("a.meta.json", b'{"b": [1]}'),
-            ("a.link.txt", b"", tarfile.SYMTYPE),
+            ("a.link.txt", None),
             ("a.txt", "ä".encode()),
             ("README", b"no extension"),
-            ("sub/a.cls", b"8"),
+            (f"{long_key}.cls", b"8"),
             (f"{long_key}.jpg", b"\xff"),
         ]
-        for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-            path.write_bytes(tar(*members, form=form))
+        path.write_bytes(tar(*members))
 
-            first, *others = ddp.read_shard(path)
+        first, second = ddp.read_shard(path)
 
-            self.assertEqual(first.pop("x.npy").tolist(), [0, 1, 2])
-            self.assertEqual(first, {"__key__": "a", "cls": 7, "meta.json": {"b": [1]}, "txt": "ä"})
-            self.assertEqual(others[0], {"__key__": "sub/a", "cls": 8})
-            self.assertEqual(others[1], {"__key__": long_key, "jpg": b"\xff"})
+        self.assertEqual(first.pop("x.npy").tolist(), [0, 1, 2])
+        self.assertEqual(first, {"__key__": "a", "cls": 7, "meta.json": {"b": [1]}, "txt": "ä"})
+        self.assertEqual(second, {"__key__": long_key, "cls": 8, "jpg": b"\xff"})
+
+    def read(self, num_replicas, num_workers, samples_per_epoch=None):
+        """Return the numbers of the samples that each rank reads in an epoch."""
+        ranks = []
+        for rank in range(num_replicas):
+            stream = self.stream(samples_per_epoch, num_replicas, rank)
+            ranks.append(numbers(DataLoader(stream, None, num_workers=num_workers)))
+        return ranks
 
     def test_without_samples_per_epoch_each_sample_is_read_exactly_once(self):
         for num_replicas, num_workers in ((1, 0), (2, 0), (2, 2), (7, 1)):
-            read = []
-            for rank in range(num_replicas):
-                stream = self.stream(num_replicas=num_replicas, rank=rank)
-                read += numbers(stream, num_workers=num_workers)
+            read = itertools.chain(*self.read(num_replicas, num_workers))
 
             self.assertEqual(sorted(read), list(range(22)))
 
     def test_ranks_and_workers_read_equally_much_from_different_streams(self):
-        read = [numbers(self.stream(44, 3, rank), num_workers=2) for rank in range(3)]
+        ranks = self.read(3, 2, samples_per_epoch=44)
 
-        self.assertEqual([len(of_rank) for of_rank in read], [15, 15, 15])
-        of_workers = {tuple(of_rank[worker:14:2]) for of_rank in read for worker in (0, 1)}
-        self.assertEqual(len(of_workers), 6)
+        self.assertEqual([len(read) for read in ranks], [15, 15, 15])
+        workers = {str(read[worker:14:2]) for read in ranks for worker in (0, 1)}
+        self.assertEqual(len(workers), 6)
 
     def test_what_is_drawn_depends_on_seed_epoch_and_start(self):
-        def drawn(seed, epoch, start):
-            stream = self.stream(44, 2, 1, seed=seed)
-            stream.set_epoch(epoch, start)
-            return numbers(stream)[:20]
+        def draw(**changes):
+            return numbers(self.stream(44, 2, 1, **changes))[:20]
 
-        first = drawn(0, 0, 0)
+        first = draw()
 
-        self.assertEqual(drawn(0, 0, 0), first)
-        for other in (drawn(1, 0, 0), drawn(0, 1, 0), drawn(0, 0, 4)):
-            self.assertEqual(len(other), 20)
+        self.assertEqual(draw(), first)
+        for other in (draw(seed=1), draw(epoch=1), draw(start=4)):
             self.assertNotEqual(other, first)
 
     def test_the_seed_of_the_command_line_reaches_the_shards(self):
@@ -1307,29 +1214,27 @@ class TheShards(Test):
         self.assertEqual(on_ranks(1, seed_of_training_shards, options), [3])
 
     def test_a_kept_loader_worker_resumes_a_part_of_an_epoch_and_goes_on(self):
-        stream, whole = self.stream(20), self.stream(40)
-        stream.set_epoch(0, 15)
-        whole.set_epoch(0, 15)
-        loader = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)
+        stream, whole = self.stream(20, start=15), self.stream(40, start=15)
+        loader = DataLoader(stream, None, num_workers=1, persistent_workers=True)
 
-        first, second = ([int(x[0, 0]) for x, _ in loader] for _ in range(2))
+        first, second = numbers(loader), numbers(loader)
 
         self.assertEqual((len(first), len(second)), (5, 20))
-        self.assertEqual(first + second, numbers(whole, num_workers=1))
+        self.assertEqual(first + second, numbers(whole))
 
     def test_no_part_of_a_shard_is_out_of_reach_of_short_epochs(self):
         stream = self.stream(3, shuffle_buffer=1)
 
-        read = sum((numbers(stream) for _ in range(60)), [])
+        read = set()
+        for _ in range(60):
+            read.update(numbers(stream))
 
-        self.assertEqual(set(read), set(range(22)))
+        self.assertEqual(read, set(range(22)))
 
     def test_the_shuffle_buffer_mixes_samples_of_several_shards(self):
-        in_order = np.diff(numbers(self.stream(22, shuffle_buffer=1)))
-        mixed = np.diff(numbers(self.stream(22, shuffle_buffer=15)))
+        steps = np.diff(numbers(self.stream(22, shuffle_buffer=15)))
 
-        self.assertGreaterEqual((in_order == 1).sum(), 16)
-        self.assertLess((mixed == 1).sum(), 9)
+        self.assertLess((steps == 1).sum(), 9)  # In order there are 16 or more.
 
     def test_the_first_sample_comes_before_the_buffer_is_full(self):
         source = iter(range(100))
@@ -1343,24 +1248,20 @@ class TheShards(Test):
         options = f"--epochs 2 --checkpoint-every 1 --checkpoint {self.folder}/ck --shards {shards}"
         jobs(3, options, stop_at=3)
 
-        ranks = on_ranks(3, steps_of, options)
+        ranks = on_ranks(3, job, options)
 
-        labels = [sum(labels for _, _, labels in step) for step in zip(*ranks, strict=True)]
-        self.assertEqual(labels, [4 * samples for samples in (12, 4, 12, 12, 12, 4)])
+        samples = np.sum([rank.labels for rank in ranks], axis=0) / 4
+        self.assertEqual(samples.tolist(), [12, 4, 12, 12, 12, 4])
 
     def test_what_is_no_shard_is_an_error_that_names_file_and_member(self):
         shard, path = (self.folder / "00.tar").read_bytes(), self.folder / "bad"
-        x_name, x = sample_of(0)[0]
-        objects = npy(np.array([{}], dtype=object))
         for content, message in (
-            (b"", "bad, at its end"),
-            (b"PK not a tar" * 100, "bad, at its end"),
-            (bytes(1024), "without a sample"),
+            (bytes(1024), "bad, at its end: .*without a sample"),
             (shard[:600], "bad, 000000.x.npy"),
             (shard[:-10240], "cut off|unexpected end"),
             (shard[:1024] + b"garbage!" * 64 + shard[1536:], "damaged"),
-            (tar((x_name, x)), "bad, 000000: x.npy or y.npy is missing"),
-            (tar((x_name, objects)), "Object arrays cannot"),
+            (tar(sample_of(0)[0]), "bad, 000000: x.npy or y.npy is missing"),
+            (tar(("a.npy", npy(np.array([{}])))), "Object arrays cannot"),
             (tar(("a.json", b"[" * 100_000)), "bad, a.json"),
         ):
             path.write_bytes(content)
@@ -1369,91 +1270,69 @@ class TheShards(Test):
 
 
 # ---- The README: what it shows is run
-def job_of_script(path, options, stop_at=None):
-    """Run job() with the functions that a user's script sets."""
-    names = "make_task", "count_labels", "batch_sums"
-    originals = {name: getattr(ddp, name) for name in names}
-    try:
-        runpy.run_path(path)
-        return job(options, ddp.make_task, stop_at)
-    finally:
-        vars(ddp).update(originals)
-
-
 class TheReadme(Test):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.readme = (HERE / "README.md").read_text()
-        cls.diff, *cls.scripts = re.findall(r"```(?:diff|python)\n(.*?)```", cls.readme, re.DOTALL)
-        shutil.copy(SCRIPT, cls.folder)
-
-    def write(self, name, text):
-        path = self.folder / name
-        path.write_text(text)
-        return path
+        cls.diff, *cls.scripts = re.findall(r"(?s)```(?:diff|python)\n(.*?)```", cls.readme)
 
     def test_the_two_sides_of_its_diff_train_the_same(self):
-        lines = self.diff.splitlines(keepends=True)
-        plain = self.write("plain.py", "".join(line[1:] for line in lines if line[0] != "+"))
-        data_parallel = self.write("ddp.py", "".join(line[1:] for line in lines if line[0] != "-"))
+        plain = self.write(re.sub(r"(?m)^( |-|\+.*\n)", "", self.diff), "plain.py")  # no + lines
+        data_parallel = self.write(re.sub(r"(?m)^( |\+|-.*\n)", "", self.diff))  # no - lines
 
         run(plain, cwd=self.folder)
         expected = torch.load(self.folder / "model.pt")
         run(*TORCHRUN, "--standalone", "--nproc-per-node=2", data_parallel, cwd=self.folder)
 
-        torch.testing.assert_close(torch.load(self.folder / "model.pt"), expected)
+        assert_close(torch.load(self.folder / "model.pt"), expected)
 
     def test_its_script_resumed_on_3_ranks_ends_as_the_uninterrupted_job(self):
-        script = self.write("my_job.py", self.scripts[0])
+        script = self.write(self.scripts[0])
         options = "--global-batch-size 300 --epochs 1"
-        expected = on_ranks(3, job_of_script, script, options)[0][0]
+        expected, *_ = on_ranks(3, job_of_script, script, options)
         options += f" --checkpoint-every 1 --checkpoint {self.folder}/mine.pt"
         on_ranks(3, job_of_script, script, options, 3)
 
         out, _ = run(script, *options.split(), "--nproc-per-node", 3)
 
         self.assertIn("epoch 0, 600 samples read", out)
-        self.assertEqual(out.splitlines()[-1], expected.splitlines()[-1])
+        self.assertEqual(results(out), results(expected.out))
 
     def test_its_regression_trains_the_same_on_1_and_3_ranks(self):
         one_number = "image[0, :1, 0]"  # in place of a class
-        script = re.sub(r"int\(image.*\)\)", f"{one_number})", self.scripts[0])
-        script = script.replace("nn.Linear(288, 2)", "nn.Linear(288, 1)")
-        path = self.write("regression.py", script + self.scripts[1])
+        script = re.sub(r"int\(image.*\)\)", one_number + ")", self.scripts[0])
+        path = self.write(script.replace("288, 2", "288, 1") + self.scripts[1])
         options = "--global-batch-size 60 --epochs 2"
 
-        (out, _), *_ = on_ranks(1, job_of_script, path, options)
-        (out_of_3, _), *_ = on_ranks(3, job_of_script, path, options)
+        [expected] = on_ranks(1, job_of_script, path, options)
+        trained, *_ = on_ranks(3, job_of_script, path, options)
 
-        self.assertEqual(out.splitlines()[:2], out_of_3.splitlines()[:2])
-        self.assertIn("accuracy 0.", out)
+        self.assertIn("accuracy 0.", trained.out)
+        self.assertEqual(results(trained.out)[:2], results(expected.out)[:2])
 
     def test_its_shards_can_be_trained_on(self):
-        run(self.write("write.py", self.scripts[2]), cwd=self.folder)
+        run(self.write(self.scripts[2]), cwd=self.folder)
         shards = f"{self.folder}/train-*.tar"
         options = f"--epochs 1 --shards {shards} --val-shards {shards} --samples-per-epoch 100"
 
-        out, _ = jobs(2, options)
-
-        self.assertIn("epoch 0 | loss", out)
+        self.assertIn("epoch 0 | loss", jobs(2, options).out)
 
     def test_the_tests_that_its_checklist_names_exist(self):
-        rows = re.findall(r"^\|.*\| `(\w+)` \|[^|]*\|$", self.readme, re.MULTILINE)
-        tests = re.findall(r"def (test_\w+)", pathlib.Path(__file__).read_text())
+        names = re.findall(r"(?m)^\|.*\| `(\w+)` \|[^|]*\|$", self.readme)
+        tests = pathlib.Path(__file__).read_text()
 
-        self.assertGreater(len(rows), 20)
-        self.assertEqual([row for row in rows if not any(row in test for test in tests)], [])
+        self.assertGreater(len(names), 20)
+        for name in names:
+            self.assertRegex(tests, rf"def test_\w*{name}")
 
 
 # ---- The command line
 class TheCommandLine(Test):
-    def refusal(self, options, **environ):
-        """Return the one line with which a command line is refused, before anything is started."""
+    def refusal(self, options):
+        """Return the one line with which a command line is refused."""
         with (
             contextlib.redirect_stderr(io.StringIO()) as err,
-            mock.patch.dict(os.environ, environ),
-            mock.patch.object(ddp, "launch", side_effect=AssertionError("not refused")),
             self.assertRaisesRegex(SystemExit, "2"),
         ):
             ddp.main(options.split())
@@ -1461,25 +1340,14 @@ class TheCommandLine(Test):
         return err.getvalue()
 
     def test_a_number_out_of_range_is_refused_with_the_range(self):
-        for option in [
-            "--epochs=0",
-            "--epochs=1.5",
-            "--global-batch-size=-4",
-            "--micro-batch-size=0",
-            "--num-samples=0",
-            "--length=0",
-            "--length=100000000000000",
-            "--lr=-1",
-            "--lr=nan",
-            "--lr=inf",
-            "--nproc-per-node=0",
-            "--num-workers=-1",
-            "--seed=-1",
-            "--checkpoint-every=0",
-            "--samples-per-epoch=0",
-        ]:
+        options = (
+            "--epochs=0 --epochs=1.5 --global-batch-size=-4 --micro-batch-size=0 --num-samples=0 "
+            "--length=0 --length=100000000000000 --lr=-1 --lr=nan --lr=inf --nproc-per-node=0 "
+            "--num-workers=-1 --seed=-1 --checkpoint-every=0 --samples-per-epoch=0"
+        )
+        for option in options.split():
             with self.subTest(option):
-                name, _, value = option.partition("=")
+                name, value = option.split("=")
                 message = rf"argument {name}: invalid \w+ from \d to .* value: '{value}'"
                 self.assertRegex(self.refusal(option), message)
 
@@ -1503,11 +1371,11 @@ class TheCommandLine(Test):
                 self.assertIn(message, self.refusal(options))
 
     def test_under_torchrun_the_number_of_processes_is_torchruns(self):
-        torchrun = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"}
-
-        self.assertIn("torchrun's own", self.refusal("--nproc-per-node 2", **torchrun))
-        self.assertIn("no multiple of 3", self.refusal("--global-batch-size 8", **torchrun))
-        self.assertIn("dp is one process", self.refusal("--parallel dp", **torchrun))
+        torchrun = dict(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="2", WORLD_SIZE="3")
+        with mock.patch.dict(os.environ, torchrun):
+            self.assertIn("torchrun's own", self.refusal("--nproc-per-node 2"))
+            self.assertIn("no multiple of 3", self.refusal("--global-batch-size 8"))
+            self.assertIn("dp is one process", self.refusal("--parallel dp"))
 
 
 # ---- On GPUs, if there are any
@@ -1527,26 +1395,29 @@ class OnGPUs(Test):
     def run_job(self, options, script=SCRIPT):
         return run(script, *options.split(), CUDA_VISIBLE_DEVICES=self.VISIBLE)[0]
 
+    def assert_learned(self, out):
+        self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
+
     def test_the_main_job_learns_with_one_process_per_gpu(self):
         for options in ("", "--amp", "--num-workers 2", "--micro-batch-size 2"):
             out = self.run_job(options)
 
             self.assertIn(f"ddp on nccl, world size {GPUS}, cuda, ", out)
-            self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
+            self.assert_learned(out)
 
     def test_data_parallel_learns_in_one_process(self):
         out = self.run_job("--parallel dp")
 
         self.assertIn("dp on nccl, world size 1, cuda, ", out)
-        self.assertGreater(float(re.findall(r"val_accuracy (\S+)", out)[-1]), 0.8)
+        self.assert_learned(out)
 
     def test_sync_bn_makes_the_training_the_same_on_1_2_and_3_processes(self):
         options = f"{SMALL} --num-samples 48 --sync-bn --backend gloo --global-batch-size 12"
 
-        losses = {
-            re.findall(r"\| loss \S+", self.run_job(f"{options} --nproc-per-node {n}"))[0]
-            for n in (1, 2, 3)
-        }
+        losses = set()
+        for processes in (1, 2, 3):
+            out = self.run_job(f"{options} --nproc-per-node {processes}")
+            losses.add(re.search(r"\| loss \S+", out)[0])
 
         self.assertEqual(len(losses), 1)
 
@@ -1568,10 +1439,10 @@ class OnGPUs(Test):
 
     def test_a_process_of_torchrun_that_sees_one_gpu_of_its_own_uses_nccl(self):
         script = self.script("ddp.worker = lambda rank, local_rank, args: print(args.backend)")
-        torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "3"}
-        sizes = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+        torchrun = dict(TORCHELASTIC_RUN_ID="1", RANK="0", LOCAL_RANK="3", WORLD_SIZE="16")
+        torchrun |= dict(LOCAL_WORLD_SIZE="8", CUDA_VISIBLE_DEVICES=self.VISIBLE.split(",")[0])
 
-        out, _ = run(script, **torchrun, **sizes, CUDA_VISIBLE_DEVICES=self.VISIBLE.split(",")[0])
+        out, _ = run(script, **torchrun)
 
         self.assertEqual(out, "nccl\n")
 
@@ -1580,7 +1451,7 @@ def main():
     """Run the tests and end with a line `N passed, N failed, N skipped`."""
     result = unittest.main(exit=False, verbosity=2).result
     bad = {getattr(test, "test_case", test).id() for test, _ in result.failures + result.errors}
-    failed, skipped = len(bad) + len(result.unexpectedSuccesses), len(result.skipped)
+    failed, skipped = len(bad), len(result.skipped)
     passed = max(0, result.testsRun - failed - skipped)
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
     sys.exit(failed > 0 or not result.testsRun)  # -k NAME may be mistyped
