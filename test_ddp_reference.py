@@ -203,6 +203,7 @@ def with_sgd(args, train_set, val_set, net):
 
 
 def sgd_task(args):
+    """A task whose net has no BatchNorm, so that each sample is treated by itself."""
     data = ddp.SyntheticDataset(44, 64), ddp.SyntheticDataset(25, 64, 1)
     return with_sgd(args, *data, plain_net())
 
@@ -462,6 +463,7 @@ class TheTask(unittest.TestCase):
 
 # ---- The step
 def uneven_batch():
+    """Return 12 samples with unequally many labels."""
     return default_collate(uneven_data(12))
 
 
@@ -552,6 +554,7 @@ def net_of_rank():
 
 
 def evaluation(num_samples):
+    """Return the loss and the accuracy that evaluate() gives on this rank."""
     data = ddp.SyntheticDataset(num_samples, 40)
     sampler = ddp.DistributedSampler(data, shuffle=False, pad=False)
     return ddp.evaluate(net_of_rank(), DataLoader(data, 4, sampler=sampler), CPU)
@@ -660,6 +663,7 @@ class Augmented(ddp.SyntheticDataset):
 
 
 def random_task(args):
+    """A task that draws random numbers, for each sample and in each step."""
     net = Regularised(nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 3, 1))
     return with_sgd(args, Augmented(44, 8), ddp.SyntheticDataset(4, 8), net)
 
@@ -703,10 +707,12 @@ class AfterAStop(Test):
 
 # ---- The checkpoint
 def infinite_loss(logits, y):
+    """A loss that is infinite, while its gradients are zero."""
     return 0 * logits.sum() + float("inf"), torch.zeros(())
 
 
 def loss_without_finite_gradient(logits, y):
+    """A loss of zero, whose gradients are not numbers."""
     return (0 * logits.sum()).sqrt(), torch.zeros(())
 
 
@@ -1151,6 +1157,7 @@ class UnderTorchrun(Test):
 
 # ---- Tar shards
 def npy(array):
+    """Return the bytes of a .npy file."""
     data = io.BytesIO()
     np.save(data, array)
     return data.getvalue()
@@ -1177,7 +1184,7 @@ def sample_of(number):
 
 
 def numbers(samples):
-    """Return the numbers of the samples that a stream, or a loader of it, gives in an epoch."""
+    """Return the numbers of the samples that a stream gives in an epoch, or a loader of it."""
     return [int(x[0, 0]) for x, _ in samples]
 
 
