@@ -77,7 +77,10 @@ def end_with_parent():
 
 @functools.cache
 def processes():
-    """Six processes for on_ranks(), forked from one that has imported torch and its optimizers."""
+    """Up to six processes for on_ranks(), forked from one that has imported torch.
+
+    torch._dynamo is what PyTorch imports to make the first optimizer of a process.
+    """
     multiprocessing.set_forkserver_preload(["torch._dynamo"])
     context = multiprocessing.get_context("forkserver")
     return concurrent.futures.ProcessPoolExecutor(6, context, end_with_parent)
@@ -109,7 +112,7 @@ def job(options, task=ddp.make_task, stop_at=None, terminal=False):
     """Run one rank of a job, to its end or until it would make its step number `stop_at`.
 
     Returns what it printed (out), the tensors of its net at the end (state_dict), and for each step
-    the sum of x (x_sums) and the number of labels (labels).
+    the sum of x (x_sums) and the number of labels, ignored ones included (labels).
     """
     options += f" --nproc-per-node {dist.get_world_size()}"
     args = ddp.make_parser().parse_args(options.split())
@@ -164,7 +167,10 @@ def lines_without_speed(out):
 
 def start(*command, **environ):
     """Start a Python program with its output in pipes, in a process group of its own."""
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', HERE)}",
+    }
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         env=os.environ | defaults | environ,
@@ -314,8 +320,8 @@ class TheSampler(unittest.TestCase):
                 self.assert_same_as_torch(range(n), num_replicas, rank, shuffle, seed, drop_last)
 
     def test_it_has_the_indices_of_torchs_sampler_around_the_size_of_its_chunks(self):
-        for n in (8191, 8192, 8193, 100_003):
-            self.assert_same_as_torch(range(n), 1, 0)
+        for n in (16383, 16384, 16385, 100_003):
+            self.assert_same_as_torch(range(n), 2, 1)  # chunks of 8192, and padding
 
     def test_pytorchs_int32_and_int64_permutations_are_the_same(self):
         for n in (10, 100_003, 3_000_000):
@@ -387,35 +393,61 @@ class TheSampler(unittest.TestCase):
 
 
 class TheCases(unittest.TestCase):
-    # What two real NCCL ranks printed with torch's sampler: two epochs a case, rank 0 | rank 1.
+    # What two real NCCL ranks printed with torch's sampler.
     GOLDEN = """\
-[0, 1, 2, 3] [4, 5, 6, 7] | [0, 1, 2, 3] [4, 5, 6, 7]
-[0, 1, 2, 3] [4, 5, 6, 7] | [0, 1, 2, 3] [4, 5, 6, 7]
-[4, 7, 2, 1] | [0, 3, 5, 6]
-[4, 7, 2, 1] | [0, 3, 5, 6]
-[4, 7, 2, 1] | [0, 3, 5, 6]
-[5, 2, 7, 1] | [4, 6, 3, 0]
-[2, 3, 1] | [5, 0, 4]
-[2, 3, 1] | [5, 0, 4]
-|
-|
-[4, 1, 2] | [0, 3, 4]
-[4, 1, 2] | [0, 3, 4]
-[4, 1, 2] | [0, 3, 4]
-[0, 2, 1] | [4, 3, 0]
-[4, 7, 3, 0] [6] | [1, 5, 9, 8] [2]
-[4, 7, 3, 0] [6] | [1, 5, 9, 8] [2]
-[4, 7, 3, 0] | [1, 5, 9, 8]
-[4, 7, 3, 0] | [1, 5, 9, 8]
+case 1
+epoch 0  rank 0  [0, 1, 2, 3] [4, 5, 6, 7]
+epoch 0  rank 1  [0, 1, 2, 3] [4, 5, 6, 7]
+epoch 1  rank 0  [0, 1, 2, 3] [4, 5, 6, 7]
+epoch 1  rank 1  [0, 1, 2, 3] [4, 5, 6, 7]
+case 2
+epoch 0  rank 0  [4, 7, 2, 1]
+epoch 0  rank 1  [0, 3, 5, 6]
+epoch 1  rank 0  [4, 7, 2, 1]
+epoch 1  rank 1  [0, 3, 5, 6]
+case 3
+epoch 0  rank 0  [4, 7, 2, 1]
+epoch 0  rank 1  [0, 3, 5, 6]
+epoch 1  rank 0  [5, 2, 7, 1]
+epoch 1  rank 1  [4, 6, 3, 0]
+case 4
+epoch 0  rank 0  [2, 3, 1]
+epoch 0  rank 1  [5, 0, 4]
+epoch 1  rank 0  [2, 3, 1]
+epoch 1  rank 1  [5, 0, 4]
+case 4, dropping the short batch
+epoch 0  rank 0
+epoch 0  rank 1
+epoch 1  rank 0
+epoch 1  rank 1
+case 5
+epoch 0  rank 0  [4, 1, 2]
+epoch 0  rank 1  [0, 3, 4]
+epoch 1  rank 0  [4, 1, 2]
+epoch 1  rank 1  [0, 3, 4]
+case 5, with set_epoch
+epoch 0  rank 0  [4, 1, 2]
+epoch 0  rank 1  [0, 3, 4]
+epoch 1  rank 0  [0, 2, 1]
+epoch 1  rank 1  [4, 3, 0]
+case 6
+epoch 0  rank 0  [4, 7, 3, 0] [6]
+epoch 0  rank 1  [1, 5, 9, 8] [2]
+epoch 1  rank 0  [4, 7, 3, 0] [6]
+epoch 1  rank 1  [1, 5, 9, 8] [2]
+case 7
+epoch 0  rank 0  [4, 7, 3, 0]
+epoch 0  rank 1  [1, 5, 9, 8]
+epoch 1  rank 0  [4, 7, 3, 0]
+epoch 1  rank 1  [1, 5, 9, 8]
 """
 
     def test_the_nine_cases_show_the_golden_batches(self):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             ddp.main(["cases"])
 
-        shown = re.findall(r"rank \d *(.*)\n.*rank \d *(.*)", out.getvalue())
-        epochs = [" | ".join(ranks).strip() for ranks in shown]
-        self.assertEqual(epochs, self.GOLDEN.splitlines())
+        shown = re.findall(r"case .*?(?=:)|epoch \d.*\S", out.getvalue())
+        self.assertEqual(shown, self.GOLDEN.splitlines())
 
 
 # ---- The task
@@ -443,8 +475,8 @@ class TheTask(unittest.TestCase):
         x, y = ddp.SyntheticDataset()[99]
 
         expected = F.avg_pool1d(x, 3, stride=1, padding=1).argmax(0)
-        self.assertEqual((x.shape, x.dtype, y.dtype), ((3, 10000), torch.float32, torch.int64))
-        self.assertGreater((y == expected).double().mean(), 0.999)  # Rounding may decide a few.
+        self.assertEqual((x.shape, x.dtype), ((3, 10000), torch.float32))
+        self.assertTrue(torch.equal(y, expected))  # int64, too
 
     def test_training_and_validation_data_differ(self):
         self.assertEqual(on_ranks(1, seeds_of_task, "--seed 3"), [(3, 4)])
@@ -604,7 +636,7 @@ class TheNumberOfRanks(Test):
     """For nets that treat each sample by itself: BatchNorm and dropout depend on a rank's share."""
 
     def test_the_training_is_the_same_on_1_2_3_4_and_6_ranks_with_any_micro_batch(self):
-        # The last of the steps of 12 has 1, 4 or 11 samples, of which the last is left out.
+        # The last step of an epoch has 1 or 4 samples, in place of 12; or 11, and is dropped.
         for more in ("--num-samples 37", "--num-samples 100", "--num-samples 47 --drop-last"):
             options = f"--global-batch-size 12 --epochs 2 --lr 0.5 {more} --micro-batch-size "
             expected = job_on_ranks(1, options + "12", uneven_task)
@@ -721,12 +753,6 @@ def job_with_a_path_of_its_own(options):
     return job(f"{options}-{dist.get_rank()}")
 
 
-def write_at_the_same_time(path):
-    """Write a checkpoint on each rank, with the temporary files open at the same time."""
-    with mock.patch.object(os, "fsync", lambda file: dist.barrier()):
-        ddp.save_checkpoint(path, {"state": "new"})
-
-
 class TheCheckpoint(Test):
     @classmethod
     def setUpClass(cls):
@@ -754,8 +780,9 @@ class TheCheckpoint(Test):
         def look(*args):
             seen.append(torch.load(path))  # what a kill at this moment would leave
 
-        with mock.patch.multiple(os, fsync=look, replace=look):
-            ddp.save_checkpoint(path, {"state": "new"})
+        for moment in ("replace", "fsync"):
+            with mock.patch.object(os, moment, look):
+                ddp.save_checkpoint(path, {"state": "new"})
 
         self.assertEqual(seen, [{"state": "old"}, {"state": "old"}])
 
@@ -779,9 +806,14 @@ class TheCheckpoint(Test):
     def test_two_writers_at_once_do_not_disturb_each_other(self):
         path = self.folder / "both"
 
-        on_ranks(2, write_at_the_same_time, path)
+        def write_another(file):
+            with mock.patch.object(os, "fsync"):
+                ddp.save_checkpoint(path, {"state": "of the other"})
 
-        self.assertEqual(torch.load(path), {"state": "new"})
+        with mock.patch.object(os, "fsync", write_another):
+            ddp.save_checkpoint(path, {"state": "of the slow one"})
+
+        self.assertEqual(torch.load(path), {"state": "of the slow one"})
 
     def test_only_rank_0_needs_to_see_it_and_only_rank_0_writes_it(self):
         path = self.folder / "seen"
@@ -928,15 +960,15 @@ class TheJob(Test):
 
     def test_on_a_terminal_a_progress_line_redraws_itself(self):
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/clock"
-        job_on_ranks(2, options, stop_at=3)
+        job_on_ranks(3, options, stop_at=3)
 
-        out, other = on_ranks(2, job_with_a_clock, options)
+        out, *others = on_ranks(3, job_with_a_clock, options)
 
-        self.assertIn("epoch 0 | 24/44 samples | 8.0 samples/s  \r", out)  # 8 of them now, in 1 s
-        self.assertIn("epoch 1 | 44/44 samples | 7.3 samples/s  \r", out)  # in 6 s
-        self.assertIn(" | 5.6 samples/s\n", out)  # epoch 0: 28 samples in 5 s
-        self.assertIn(" | 6.3 samples/s\n", out)  # epoch 1: 44 samples in 7 s
-        self.assertEqual(other, "")
+        self.assertIn("epoch 0 | 36/44 samples | 12.0 samples/s  \r", out)  # 12 of them now, in 1 s
+        self.assertIn("epoch 1 | 44/44 samples | 11.0 samples/s  \r", out)  # in 4 s
+        self.assertIn(" | 6.7 samples/s\n", out)  # epoch 0: 20 samples in 3 s
+        self.assertIn(" | 8.8 samples/s\n", out)  # epoch 1: 44 samples in 5 s
+        self.assertEqual(others, ["", ""])
 
     def test_random_numbers_differ_between_ranks_and_steps(self):
         sums = set()
@@ -954,22 +986,24 @@ class TheJob(Test):
         script = self.script(LOAD_2600_TENSORS_WITH_1024_FILES)
         options = "--epochs 1 --num-workers 1 --global-batch-size 130"
 
-        [trained] = on_ranks(1, job_of_script, script, options, 3)
+        [trained] = on_ranks(1, job_of_script, script, options)
 
-        self.assertEqual(len(trained.labels), 2)
+        self.assertEqual(len(trained.labels), 10)
 
     def test_data_that_cannot_be_trained_on_is_refused_by_all_ranks(self):
-        for label, num_val_samples, message in (
-            (0, 0, "the validation data has no sample"),
-            (0.5, 1, "labels must be integers"),
-            (-100, 1, "nothing to train on"),
+        for label, num_val_samples, options, message in (
+            (0, 0, "", "the validation data has no sample"),
+            (0.5, 1, "", "labels must be integers"),
+            (-100, 1, "", "nothing to train on"),
+            (0, 1, "--global-batch-size 10 --drop-last", "nothing to train on"),
         ):
             task = functools.partial(task_of, label, num_val_samples)
-            for error in on_ranks(2, error_of_job, "", task):
+            for error in on_ranks(2, error_of_job, options, task):
                 self.assertRegex(error, f"^InputError: {message}")
 
 
-# ---- Launching, failing, ending. Each fault is a script that can be run by hand.
+# ---- Launching, failing, ending. What script() makes of each of these is a program that can be run
+# by hand, beside ddp_reference.py.
 RAISE_ON_RANK_1 = """
 def train(args, device):
     if dist.get_rank() == 1:
@@ -1033,10 +1067,11 @@ if __name__ == "__main__":
 """
 
 WAIT_FOR_THE_END_OF_THE_LAUNCHER = """
-import multiprocessing
 if __name__ != "__main__":
+    launcher = os.getppid()
     print("a rank is being imported", flush=True)
-    multiprocessing.parent_process().join()
+    while os.getppid() == launcher:
+        pass
 """
 
 
@@ -1060,7 +1095,8 @@ $"""
     def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(self):
         _, err = run(self.script(RAISE_ON_RANK_1), status=1)
 
-        self.assertRegex(err, r"(?s)^rank 1 failed:\nTraceback.*?\nValueError: by a test\n")
+        pattern = r"(?s)^rank 1 failed:\nTraceback.*?\nValueError: by a test\n(?!.*SIGTERM)"
+        self.assertRegex(err, pattern)  # and nothing of mp.spawn's about ending the other rank
 
     def test_each_rank_that_raises_prints_its_own_traceback(self):
         _, err = run(self.script(RAISE_ON_EVERY_RANK), status=1)
@@ -1077,11 +1113,10 @@ $"""
 
     def test_ctrl_c_ends_each_of_two_jobs_quietly_also_if_the_launcher_alone_gets_it(self):
         endless = [SCRIPT, *SMALL.split(), "--epochs", 10000, "--nproc-per-node", 1]
-        launchers = {send: start(*endless) for send in (os.kill, os.killpg)}
-        for send, launcher in launchers.items():
-            launcher.stdout.readline()
-            launcher.stdout.readline()  # now it trains
-
+        launchers = start(*endless), start(*endless)
+        for launcher in launchers * 2:
+            launcher.stdout.readline()  # The second line of each says that it trains.
+        for launcher, send in zip(launchers, (os.kill, os.killpg), strict=True):
             send(launcher.pid, signal.SIGINT)
 
             _, err = finish(launcher, status=130)
@@ -1120,15 +1155,15 @@ class InTheRanks(Test):
 class UnderTorchrun(Test):
     RESTARTING = [*ONE_MACHINE, "--max-restarts=1"]
 
-    def test_a_killed_job_on_3_ranks_is_restarted_and_ends_as_the_uninterrupted_one(self):
+    def test_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
         script = self.script(KILL_RANK_1_AT_ITS_THIRD_STEP)
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/killed".split()
-        restarting = [*self.RESTARTING, "--nproc-per-node=3", script, *options]
+        restarting = [*self.RESTARTING, "--nproc-per-node=2", script, *options]
 
         out, _ = run(*restarting, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
         self.assertIn("resuming from", out)
-        self.assertIn(lines_without_speed(job_on_ranks(3, SMALL).out)[-1], out)
+        self.assertIn(lines_without_speed(job_on_ranks(2, SMALL).out)[-1], out)
 
     def test_a_restart_that_would_hang_says_what_to_do(self):
         restarting = *self.RESTARTING, self.script(RAISE_ON_EVERY_RANK)
@@ -1304,6 +1339,7 @@ class TheShards(Test):
     def test_what_is_no_shard_is_an_error_that_names_file_and_member(self):
         shard, path = (self.folder / "00.tar").read_bytes(), self.folder / "bad"
         for content, message in (
+            (b"", "bad, at its end"),
             (bytes(1024), "bad, at its end: .*without a sample"),
             (shard[:600], "bad, 000000.x.npy"),
             (shard[:-10240], "cut off|unexpected end"),
@@ -1415,6 +1451,7 @@ class TheCommandLine(Test):
             "--checkpoint=": "no file can be written there",
             "--checkpoint no/a.pt": "no file can be written there",
             "--shards x": "go together",
+            "--samples-per-epoch 4": "go together",
             "--shards a --val-shards a --samples-per-epoch 4": "there is no shard a",
             "--parallel dp --amp": "one process",
             "--parallel dp --sync-bn": "one process",
