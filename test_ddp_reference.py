@@ -1069,7 +1069,7 @@ if __name__ == "__main__":
 WAIT_FOR_THE_END_OF_THE_LAUNCHER = """
 if __name__ != "__main__":
     launcher = os.getppid()
-    print("a rank is being imported", flush=True)
+    print("the rank is being imported", flush=True)
     while os.getppid() == launcher:
         pass
 """
@@ -1122,13 +1122,14 @@ $"""
             _, err = finish(launcher, status=130)
             self.assertEqual(err, "")
 
-    def test_ranks_whose_launcher_is_killed_while_they_are_imported_end(self):
-        launcher = start(self.script(WAIT_FOR_THE_END_OF_THE_LAUNCHER), "--epochs", 1000000)
-        launcher.stdout.readline()  # a rank is being imported
+    def test_a_rank_whose_launcher_is_killed_while_it_is_imported_ends(self):
+        endless = "--epochs", 1000000, "--nproc-per-node", 1
+        launcher = start(self.script(WAIT_FOR_THE_END_OF_THE_LAUNCHER), *endless)
+        launcher.stdout.readline()  # The rank is being imported.
 
         launcher.kill()
 
-        finish(launcher, status=-signal.SIGKILL)  # It waits for the ranks, too.
+        finish(launcher, status=-signal.SIGKILL)  # It waits for the rank, too.
 
 
 class InTheRanks(Test):
@@ -1490,13 +1491,13 @@ class OnGPUs(Test):
 
     def test_the_main_job_learns_with_one_process_per_gpu(self):
         for options in ("", "--amp", "--num-workers 2", "--micro-batch-size 2"):
-            out = self.run_job(f"--epochs 20 {options}")
+            out = self.run_job(f"--epochs 20 --length 1000 {options}")
 
             self.assertIn(f"ddp on nccl, world size {GPUS}, cuda, ", out)
             self.assert_learned(out)
 
     def test_data_parallel_learns_in_one_process(self):
-        out = self.run_job("--epochs 20 --parallel dp")
+        out = self.run_job("--epochs 20 --length 1000 --parallel dp")
 
         self.assertIn("dp on nccl, world size 1, cuda, ", out)
         self.assert_learned(out)
