@@ -65,6 +65,10 @@ def setUpModule():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def tearDownModule():
+    processes().shutdown()
+
+
 def end_with_parent():
     """End this process when the one that started it ends."""
 
@@ -1303,7 +1307,7 @@ class TheShards(Test):
 
         first, second = numbers(loader), numbers(loader)
 
-        self.assertEqual((len(first), len(second)), (5, 20))
+        self.assertEqual(len(first), 5)
         self.assertEqual(first + second, numbers(whole))
 
     def test_no_part_of_a_shard_is_out_of_reach_of_short_epochs(self):
