@@ -1100,7 +1100,7 @@ $"""
         _, err = run(self.script(RAISE_ON_RANK_1), status=1)
 
         pattern = r"(?s)^rank 1 failed:\nTraceback.*?\nValueError: by a test\n(?!.*SIGTERM)"
-        self.assertRegex(err, pattern)  # and nothing of mp.spawn's about ending the other rank
+        self.assertRegex(err, pattern)  # mp.spawn does not log that it ends the other
 
     def test_each_rank_that_raises_prints_its_own_traceback(self):
         _, err = run(self.script(RAISE_ON_EVERY_RANK), status=1)
