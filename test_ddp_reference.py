@@ -276,7 +276,7 @@ class Test(unittest.TestCase):
         """Write a program, and return its path."""
         path = cls.folder / "my_job.py"
         path.write_text(text)
-        return path
+        return str(path)
 
     @classmethod
     def script(cls, change):
