@@ -7,33 +7,39 @@
 
 One process for each GPU runs this file. Its number is its rank; their number is the world size.
 They meet in collectives, calls that wait until every rank makes them: an all-reduce gives all ranks
-the sum of their tensors, a broadcast gives them rank 0's. A comment that begins with DDP marks each
-line in which ranks meet, and each in which they must differ. Copy these with care.
+the sum of their tensors, a broadcast gives them rank 0's, an all-gather gives them everybody's.
+"DDP meet" marks these calls, "DDP differ" the places where a rank parts from the others.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import datetime
 import glob
 import hashlib
 import io
 import itertools
 import json
 import logging
+import math
 import os
+import random
 import re
 import signal
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import traceback
 import uuid
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # for its effect: see the end of worker()
+import torch.distributed.nn  # Imported later, it would hold the group: pytorch/pytorch#190489.
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -46,7 +52,6 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     default_collate,
-    get_worker_info,
 )
 
 
@@ -55,8 +60,8 @@ class SyntheticDataset(Dataset):
     """`num_samples` random signals with a label at every position.
 
     Item i is (x, y): x float32 (3, length), standard normal; y int64 (length,), the channel of x
-    with the largest sum over the position and its two neighbours. It depends on (seed, i) alone, so
-    it does not matter which process reads it, or when. Raises IndexError outside [0, num_samples).
+    with the largest sum over the position and its two neighbours. It depends on (seed, i) alone.
+    Raises IndexError outside [0, num_samples).
     """
 
     def __init__(self, num_samples=100, length=10000, seed=0):
@@ -79,40 +84,23 @@ class SyntheticDataset(Dataset):
 
 
 class ConvNet(nn.Sequential):
-    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L)."""
+    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L).
+
+    The convolutions have no bias, as BatchNorm would take it away again. Its gradient would be only
+    rounding error, which differs with the number of ranks, and which Adam makes into full steps.
+    """
 
     def __init__(self, num_classes=3):
         super().__init__(
-            nn.Conv1d(3, 16, 3, padding=1),
+            nn.Conv1d(3, 16, 3, padding=1, bias=False),
             nn.BatchNorm1d(16),
             nn.ReLU(),
-            nn.Conv1d(16, 32, 3, padding=1),
+            nn.Conv1d(16, 32, 3, padding=1, bias=False),
             nn.BatchNorm1d(32),
             nn.ReLU(),
-            nn.Conv1d(32, num_classes, 3, padding=1),
+            nn.Conv1d(32, num_classes, 3, padding=1, bias=False),
             nn.BatchNorm1d(num_classes),  # no ReLU: cross entropy takes logits of either sign
         )
-
-
-def make_task(args):
-    """Return (train_set, val_set, module, optimizer): change it to train what is yours.
-
-    Every process calls it after torch.manual_seed(args.seed), so all begin with the same module,
-    which is still on the CPU. The first dimension of the module's output must be the sample.
-
-    A dataset is map-style, of pairs (x, y) that the sampler below deals out; or an IterableDataset
-    that splits itself by rank and loader worker, as ShardStream does. To train on, the latter needs
-    samples_per_epoch, counted over all ranks, and set_epoch(epoch, start).
-    """
-    if args.shards:
-        train_set = ShardStream(args.shards, args.samples_per_epoch, seed=args.seed)
-        val_set = ShardStream(args.val_shards)
-    else:
-        train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-        val_set = SyntheticDataset(25, args.length, args.seed + 1)
-    module = ConvNet()
-    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
-    return train_set, val_set, module, optimizer
 
 
 def count_labels(y):
@@ -127,10 +115,56 @@ def batch_sums(logits, y):
     the first with its graph. They are sums because means cannot be added up over ranks.
     """
     if y.is_floating_point():  # cross_entropy would take them for probabilities
-        raise InputError("labels must be integers; a regression sets batch_sums and count_labels")
+        raise TypeError(
+            "labels must be integers; a regression has its own batch_sums, count_labels"
+        )
     loss_sum = F.cross_entropy(logits, y, reduction="sum")
     predicted = logits.detach().max(dim=1).indices  # argmax takes ten times as long on a CPU
     return loss_sum, (predicted == y).sum()
+
+
+@dataclasses.dataclass
+class Task:
+    """What a job trains. The first dimension of x, y and the module's output is the sample.
+
+    train_set, val_set: map-style datasets of pairs (x, y), or IterableDatasets as ShardStream, that
+        split themselves by rank and loader worker and seed by both what they draw. To train on,
+        these have samples_per_epoch, counted over all ranks, and set_epoch(epoch, start).
+    module, optimizer: the module is on the device.
+    count_labels, batch_sums: see these functions. metric: the name of what the latter counts.
+    lr_factor: by what every learning rate is multiplied, as a function of the epochs done, a real
+        number. As it needs nothing else, a schedule is the same after any stop.
+    collate_fn: of the DataLoader.
+    """
+
+    train_set: Dataset
+    val_set: Dataset
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    count_labels: Callable = count_labels
+    batch_sums: Callable = batch_sums
+    lr_factor: Callable = lambda epochs: 1.0
+    collate_fn: Callable = default_collate
+    metric: str = "accuracy"
+
+
+def make_task(args, device):
+    """Return the Task that the command line's args describe; main() takes such a function of yours.
+
+    Every process calls it, after PyTorch's, NumPy's and Python's generators were seeded alike: so a
+    random split is the same everywhere. Files that are listed from a disk must be sorted.
+    """
+    if args.shards:
+        train_set = ShardStream(
+            args.shards, args.samples_per_epoch, args.global_batch_size, seed=args.seed
+        )
+        val_set = ShardStream(args.val_shards)
+    else:
+        train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
+        val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    module = ConvNet().to(device)
+    optimizer = torch.optim.Adam(module.parameters(), lr=args.lr)
+    return Task(train_set, val_set, module, optimizer)
 
 
 # ---- Which samples a rank reads
@@ -138,19 +172,16 @@ class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
     The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all
-    ranks know it. Of W ranks, rank r reads positions r, r + W, r + 2W, ... of it. After k samples
-    on each rank exactly the first k * W positions have been read: one number, `start`, says how far
-    the job has come, and any number of ranks can go on from there.
+    ranks know it. With global_batch_size, the samples of one step over all ranks, the positions in
+    this order are dealt out anew in each step: of W ranks, rank r reads the step's positions r,
+    r + W, r + 2W, ... So the steps are the same on any number of ranks, no sample is repeated, and
+    one number, `start`, says how far the job has come.
 
-    It has the arguments, attributes and indices of torch.utils.data.DistributedSampler, and beyond
-    them `start`, to go on in mid-epoch, and `pad`, for evaluation. It needs 4 bytes a sample, where
-    torch holds a list of Python integers (pytorch/pytorch#45427). It is no subclass: a library that
-    asks for torch's class by isinstance() does not recognise it.
+    Without it the indices are those of torch.utils.data.DistributedSampler, which repeats samples
+    until all ranks have equally many. Arguments and attributes are torch's, too. This one needs 4
+    bytes a sample; torch's holds a list of Python integers (pytorch/pytorch#45427).
 
-    drop_last: leave out the last samples of the order if there is not one for every rank.
-    pad: otherwise repeat samples from the start of the order until all ranks have equally many, as
-        training needs, where every step is a collective. With pad=False and drop_last=False each
-        sample is read exactly once and some ranks read one less: that is for evaluation.
+    drop_last: leave out the last samples if they do not fill a step, or give each rank one.
     Raises ValueError for a rank or start out of range, TypeError for a dataset without a length.
     """
 
@@ -163,7 +194,7 @@ class DistributedSampler(Sampler):
         seed=0,
         drop_last=False,
         *,
-        pad=True,
+        global_batch_size=None,
     ):
         self.dataset = dataset
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
@@ -171,7 +202,7 @@ class DistributedSampler(Sampler):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self.pad = pad
+        self.global_batch_size = global_batch_size
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank {self.rank} is not one of {self.num_replicas}, counted from 0")
         self.set_epoch(0)
@@ -182,468 +213,438 @@ class DistributedSampler(Sampler):
             raise ValueError(f"start is {start}, but must be in [0, {len(self.dataset)}]")
         self.epoch = epoch
         self.start = start
+        self.step_size = self.global_batch_size or self.num_replicas
         self.total_size = len(self.dataset) - start
         if self.drop_last:
-            self.total_size -= self.total_size % self.num_replicas
-        elif self.pad:
+            self.total_size -= self.total_size % self.step_size
+        elif self.global_batch_size is None:
             self.total_size += -self.total_size % self.num_replicas
-        self.num_samples = len(self._positions())
+        steps, rest = divmod(self.total_size, self.step_size)
+        share = len(range(self.rank, self.step_size, self.num_replicas))
+        self.num_samples = steps * share + len(range(self.rank, rest, self.num_replicas))
         self._passes = 0
-
-    def _positions(self):
-        """This rank's positions; those from len(dataset) on are padding, and wrap around."""
-        return range(self.start + self.rank, self.start + self.total_size, self.num_replicas)
 
     def __len__(self):
         return self.num_samples
 
     def __iter__(self):
-        n = len(self.dataset)
-        positions = self._positions()
-        if not self.shuffle:
-            for position in positions:
-                yield position % n
-            return
         self._passes += 1
-        if self._passes == 2:  # torch stays silent and trains on one order: pytorch/pytorch#31771
+        if self._passes == 2 and self.shuffle:  # torch stays silent: pytorch/pytorch#31771
             warnings.warn(
                 f"second pass over the order of epoch {self.epoch}: call set_epoch(epoch) "
                 "before each epoch, or every epoch has the same order",
                 stacklevel=2,
             )
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        n = len(self.dataset)
         dtype = torch.int32 if n < 2**31 else torch.int64
-        order = torch.randperm(n, generator=generator, dtype=dtype)
-        mine = order[positions.start : positions.stop : positions.step].clone()  # no view of it
-        padding = [int(order[position % n]) for position in positions[len(mine) :]]
-        del order  # From here on only this rank's part of it is in memory.
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(n, generator=generator, dtype=dtype)
+        else:
+            order = torch.arange(n, dtype=dtype)
+        positions = order[self.start : self.start + self.total_size]
+        # What torch repeats to fill up the last step. With global_batch_size this is nothing.
+        repeated = order[torch.arange(self.total_size - len(positions)) % n]
+        end = len(positions) - len(positions) % self.step_size
+        steps = positions[:end].view(-1, self.step_size)
+        last_step = torch.cat([positions[end:], repeated])
+        of_steps = steps[:, self.rank :: self.num_replicas].flatten()  # DDP differ
+        of_last_step = last_step[self.rank :: self.num_replicas]  # DDP differ
+        mine = torch.cat([of_steps, of_last_step])
+        del order, positions, steps, of_steps  # Only this rank's part stays in memory.
         for chunk in mine.split(8192):  # A list of all indices would take 36 bytes for each.
             yield from chunk.tolist()
-        yield from padding
 
 
-# ---- A step, evaluation, checkpoints
-def forward(model, x, y, amp):
+def show_case(title, num_samples, with_sampler=True, set_epoch=False, drop_last=False):
+    """Print the batches of 4 samples that each of two ranks reads in two epochs."""
+    print(f"\ncase {title}\n{num_samples} samples, 2 ranks, batches of 4")
+    for epoch in range(2):
+        for rank in range(2):
+            dataset = range(num_samples)
+            sampler = DistributedSampler(dataset, 2, rank, drop_last=drop_last)
+            sampler.set_epoch(epoch if set_epoch else 0)
+            indices = sampler if with_sampler else dataset
+            batches = BatchSampler(indices, 4, drop_last)
+            print(f"  epoch {epoch}  rank {rank} ", *batches)
+
+
+def show_cases():
+    """Show the sampler at work: the faults that it is there for, and what each argument does."""
+    show_case("1: no sampler: every rank reads everything", 8, with_sampler=False)
+    show_case("2: with the sampler: ranks split the data, the same way every epoch", 8)
+    show_case("3: set_epoch: a new split each epoch", 8, set_epoch=True)
+    show_case("4: 3 samples a rank: short batches are kept", 6)
+    show_case("4, dropping the short batch: a batch of 4 never fills", 6, drop_last=True)
+    show_case("5: 5 samples on 2 ranks: one is repeated to make 6", 5)
+    show_case("5, with set_epoch: it is the first of that epoch's order", 5, set_epoch=True)
+    show_case("6: last batches of one sample, which BatchNorm may refuse", 10)
+    show_case("7: drop_last: that batch is gone", 10, drop_last=True)
+
+
+# ---- A step of the job, and evaluation
+def forward(model, x, y, batch_sums, count_labels, amp):
     """Run model and loss on a micro-batch, and return (loss_sum, sums).
 
     loss_sum has its graph. sums has none: it is float64 (3,) on the device, the sum of the losses,
-    the correct labels and the labels, to be added up over micro-batches, steps and ranks.
-    y may be shorter than x: the samples of x beyond it do not count.
+    of the correct labels and of the labels, to be added up over micro-batches, steps and ranks.
+    If y is empty, x is a stand-in: one sample, run by a rank that has none left because all ranks
+    must take part. It counts nowhere.
     """
+    SyncBatchNorm.is_stand_in = len(y) == 0
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=amp):
-        logits = model(x)  # DDP: a wrapped model broadcasts rank 0's buffers, once a step
+        logits = model(x)  # DDP meet: broadcast of rank 0's buffers, once a step
         loss_sum, correct = batch_sums(logits[: len(y)], y)
     sums = torch.stack([loss_sum.double(), correct, count_labels(y)])
     return loss_sum, sums.detach()
 
 
-def train_step(model, optimizer, x, y, micro_batch_size, amp=False):
-    """Make one optimizer step of the job, from this rank's share (x, y) of the global batch.
+def train_step(
+    model,
+    optimizer,
+    micro_batches,
+    seed,
+    *,
+    batch_sums=batch_sums,
+    count_labels=count_labels,
+    clip_grad_norm=None,
+    amp=False,
+):
+    """Make one optimizer step of the job, from this rank's share of the global batch.
 
     Its gradient is that of the mean loss over all labels of the global batch, however they are
     spread over ranks and micro-batches. A mean of the means over each micro-batch would be another
     gradient wherever these have unequally many labels (huggingface/transformers#34242).
-    y may be shorter than x: the samples of x beyond it do not count.
+
+    micro_batches: a list of pairs (x, y), equally many on all ranks; see forward() for a stand-in.
+    seed: a tuple of integers from 0 on, the same on all ranks, and another for each step.
+    clip_grad_norm: scale the gradient down to this norm if it is larger.
     Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
     """
-    labels = count_labels(y)
-    pending = dist.all_reduce(labels, async_op=True)  # DDP: all-reduce, while forward() runs
+    labels = sum(count_labels(y) for _, y in micro_batches)
+    labels_reduced = dist.all_reduce(labels, async_op=True)  # DDP meet: while forward() runs
+    seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
     sums = 0
-    for begin in range(0, len(x), micro_batch_size):
-        end = begin + micro_batch_size
-        # Before the last micro-batch gradients are added up here, without an all-reduce.
-        is_last = end >= len(x) or not isinstance(model, DistributedDataParallel)
+    for i, (x, y) in enumerate(micro_batches, start=1):
+        # Before the last micro-batch gradients are added up here, without an all-reduce. Without
+        # DDP, under --parallel dp, there is none at all.
+        is_last = i == len(micro_batches) or not isinstance(model, DistributedDataParallel)
         with contextlib.nullcontext() if is_last else model.no_sync():
-            loss_sum, micro_batch_sums = forward(model, x[begin:end], y[begin:end], amp)
-            if begin == 0:
-                pending.wait()  # Now these are the labels of all ranks. (A GPU's stream waits.)
+            loss_sum, micro_batch_sums = forward(model, x, y, batch_sums, count_labels, amp)
+            labels_reduced.wait()  # Now these are the labels of all ranks. (A GPU's stream waits.)
             # In backward DDP divides the sum of the gradients by the world size: hence the factor,
             # so that the divisor is the labels of all ranks. Without any label the gradient is 0.
             loss = loss_sum * dist.get_world_size() / labels.clamp(min=1)
-            loss.backward()  # DDP: all-reduce of the gradients, with the last micro-batch
+            loss.backward()  # DDP meet: all-reduce of the gradients, with the last micro-batch
         sums += micro_batch_sums
-    # Clip gradients here, and set the learning rate of a schedule.
+    if clip_grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+    seed_generators(*seed)  # An optimizer that rounds at random rounds alike on all ranks.
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)  # So gradients stay in the memory that DDP reduces.
     return sums
+
+
+def seed_generators(*numbers):
+    """Seed PyTorch's, NumPy's and Python's generators by these integers from 0 on."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed(seed) takes 70 times as long.
+    if torch.cuda.is_initialized():  # not in loader workers
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def all_reduce_sums(sums):
     """Return the sums of all ranks, added up, on the CPU; this waits for the device."""
     sums = sums.clone()
-    dist.all_reduce(sums)  # DDP: all-reduce
+    dist.all_reduce(sums)
     return sums.cpu()
 
 
 @torch.no_grad()
-def evaluate(module, loader, device, amp=False):
+def evaluate(
+    module, loader, device, *, batch_sums=batch_sums, count_labels=count_labels, amp=False
+):
     """Return [loss, accuracy] over the batches of all ranks; some ranks may have more than others.
 
     module: the bare one. The wrapper's forward is a collective, which a rank without a batch would
     miss. It is left in eval mode. Without any label both results are nan.
     """
     for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)  # DDP: broadcast; all use rank 0's statistics of BatchNorm
+        from_rank_0 = buffer.clone()  # gloo sends a slice of another tensor wrongly.
+        dist.broadcast(from_rank_0, src=0)  # DDP meet: all use rank 0's statistics of BatchNorm
+        buffer.copy_(from_rank_0)
     module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
         x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-        sums += forward(module, x, y, amp)[1]
-    job_sums = all_reduce_sums(sums)  # DDP: all-reduce
+        sums += forward(module, x, y, batch_sums, count_labels, amp)[1]
+    job_sums = all_reduce_sums(sums)  # DDP meet
     return (job_sums[:2] / job_sums[2]).tolist()
 
 
-def digest(module):
-    """SHA-256 over all parameters and buffers: equal digests, equal modules."""
-    sha256 = hashlib.sha256()
-    for tensor in module.state_dict().values():
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
-    return sha256.hexdigest()
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm that takes the statistics in training from the micro-batches of all ranks together.
 
-
-def save_checkpoint(path, state):
-    """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
-
-    A process that is killed in between leaves a file beside it, PATH with 32 digits.
+    nn.SyncBatchNorm does so on GPUs only; this one runs everywhere, and a stand-in does not count.
+    The ranks' statistics are put together by the formula of Chan, Golub and LeVeque ("Updating
+    formulae and a pairwise algorithm for computing sample variances", 1979). A channel with a
+    single value becomes 0, where nn.BatchNorm refuses it. sync_batch_norm() makes these layers.
     """
-    path = os.path.realpath(path)  # A link stays a link.
-    temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # Otherwise a crash might leave the name and no data.
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
-        raise
+
+    is_stand_in = False  # of the micro-batch, for all layers: forward() sets it
+
+    def forward(self, x):
+        """Normalise x, float (N, C, ...); in eval mode as nn.BatchNorm does."""
+        if not self.training:
+            return super().forward(x)
+        weight, bias = self.weight, self.bias
+        if not self.affine:
+            weight, bias = torch.ones_like(self.running_var), torch.zeros_like(self.running_var)
+        with torch.no_grad():
+            count, mean, var = self.statistics(x)
+            self.num_batches_tracked += 1
+            momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            unbiased_var = var * count / (count - 1).clamp(min=1)
+            self.running_mean += momentum * (mean - self.running_mean)
+            self.running_var += momentum * (unbiased_var - self.running_var)
+        return Normalize.apply(x, weight, bias, count, mean, var, self.eps, self.is_stand_in)
+
+    def statistics(self, x):
+        """Return of all ranks' values of a channel their number, mean (C,) and variance (C,)."""
+        dtype = self.running_mean.dtype  # float32, also where autocast has made x bfloat16
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        count = x.new_full((1,), x.numel() / x.size(1), dtype=dtype)
+        mean = x.sum(dims, dtype=dtype) / count
+        one_a_channel = [1, -1] + [1] * (x.dim() - 2)
+        squares = (x - mean.view(one_a_channel)).square_().sum(dims)
+        statistics = torch.cat([count, mean, squares])
+        if self.is_stand_in:
+            statistics.zero_()
+        of_ranks = [torch.empty_like(statistics) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, statistics)  # DDP meet
+        counts, means, squares = torch.stack(of_ranks).split([1, len(mean), len(mean)], dim=1)
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        squares = squares + counts * (means - mean).square()
+        return count, mean, squares.sum(0) / count
+
+    def _check_input_dim(self, x):
+        """nn.BatchNorm1d, 2d and 3d ask here for their number of dimensions; any will do."""
 
 
-class InputError(ValueError):
-    """Input that cannot work: one line, status 2. In a job all ranks must raise it together."""
+class Normalize(torch.autograd.Function):
+    """Normalise by given statistics, with a gradient that goes through the statistics, too.
 
-
-def load_checkpoint(path, job):
-    """Return the checkpoint at path, its tensors on the CPU, or None if there is none.
-
-    job: a dictionary of what must be the same to go on from it. Raises InputError if the file is
-    damaged or of another job, and says in what it differs.
+    Let g be the gradient of the output, v the normalised x and n the count. For fixed statistics
+    the gradient of x is weight / std * g. As each x moves mean and variance, too, it loses
+    weight / std * (sum(g) + v * sum(g * v)) / n, where the sums are over all ranks. These are the
+    gradients of bias and weight.
     """
-    if not path or not os.path.exists(path):
-        return None
-    try:
-        # To the CPU: otherwise every rank's copy lands on GPU 0 (pytorch/examples#969).
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["job"]
-    except Exception as error:  # which one depends on where the damage is
-        raise InputError(
-            f"{path} is damaged or not a checkpoint ({type(error).__name__})"
-        ) from error
-    for name in job | saved:
-        there, here = saved.get(name), job.get(name)
-        if there != here:
-            raise InputError(f"{path} is of another job: {name} was {there}, but is {here} here")
-    return state
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, count, mean, var, eps, is_stand_in):
+        """Return x, normalised, scaled and shifted."""
+        ctx.save_for_backward(x, weight, count, mean, var)
+        ctx.eps, ctx.is_stand_in = eps, is_stand_in
+        return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Take PyTorch's gradients for fixed statistics, and add what x does by moving these."""
+        x, weight, count, mean, var = ctx.saved_tensors
+        x, grad = x.to(mean.dtype), grad.to(mean.dtype)
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        of_all_ranks = torch.stack([grad_weight, grad_bias])
+        dist.all_reduce(of_all_ranks)  # DDP meet
+        if not ctx.is_stand_in:
+            scale, shift = of_all_ranks * -weight * (var + ctx.eps).rsqrt() / count
+            grad_x += F.batch_norm(x, mean, var, scale, shift, eps=ctx.eps)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-# ---- The training loop
-def on_rank_0(function, *args):
-    """Call function(*args) on rank 0; every rank returns its result, or raises its InputError.
+def sync_batch_norm(module):
+    """Turn a module's BatchNorm layers into SyncBatchNorm; parameters, names and hooks stay.
 
-    So the others need not see the files. The result is pickled; with NCCL it goes through the GPU.
+    Layers with a forward of their own, or without running statistics, are left as they are.
     """
-    result = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = [function(*args)]
-        except InputError as error:
-            result = [error]
-    dist.broadcast_object_list(result)  # DDP: broadcast
-    if isinstance(result[0], InputError):
-        raise result[0]
-    return result[0]
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    for layer in module.modules():
+        if type(layer).forward is batch_norm.forward and layer.track_running_stats:
+            layer.__class__ = SyncBatchNorm
+
+
+# ---- The loop
+def train(args, device, make_task, watchdog):
+    """One rank's part of the job: train, evaluate, print and save, epoch by epoch."""
+    seed_generators(args.seed)  # All ranks make the same net, and the same random split.
+    task = make_task(args, device)
+    module, optimizer = task.module, task.optimizer
+    own_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+    identity = identify(task, args)
+    refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
+    first_epoch, samples_read, sums_before = resume(identity, task, args)  # DDP meet: broadcast
+    example = [tensor.to(device) for tensor in on_rank_0(first_sample_twice, task)]  # DDP meet
+    options = {"batch_sums": task.batch_sums, "count_labels": task.count_labels, "amp": args.amp}
+    model = wrap(module, example, options, args)
+    stand_in = example[0][:1], example[1][:0]
+    loader, set_epoch = make_loader(task, device, args, training=True)
+    val_loader, _ = make_loader(task, device, args, training=False)
+    num_samples = count_samples(task.train_set)
+    end = num_samples
+    if args.drop_last:
+        end -= args.global_batch_size - 1  # A step that begins from there on would not be full.
+
+    for epoch in range(first_epoch, args.epochs):
+        set_epoch(epoch, samples_read)  # before iter(), by which loader workers begin to read
+        batches = iter(loader)
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        first, began = samples_read, time.perf_counter()
+        model.train()
+        for step, start in enumerate(range(samples_read, end, args.global_batch_size), 1):
+            watchdog.reset()
+            step_size = min(args.global_batch_size, num_samples - start)
+            micro_batches = read_share(batches, stand_in, step_size, device, args)
+            set_learning_rates(optimizer, own_groups, task.lr_factor(epoch + start / num_samples))
+            seed, clip = (args.seed, epoch, start), args.clip_grad_norm
+            sums += train_step(
+                model, optimizer, micro_batches, seed, clip_grad_norm=clip, **options
+            )
+            samples_read = start + step_size
+            if sys.stdout.isatty():
+                rate = (samples_read - first) / (time.perf_counter() - began)
+                progress = f"epoch {epoch} | {samples_read}/{num_samples} samples"
+                print_on_rank_0(f"{progress} | {rate:.1f} samples/s", end="  \r")
+            if args.checkpoint_every and step % args.checkpoint_every == 0:
+                job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
+                save_job(identity, task, own_groups, (epoch, samples_read, job_sums), args)
+        job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
+        rate = (samples_read - first) / (time.perf_counter() - began)
+        val_batches = watchdog.watch(val_loader)
+        val_loss_and_metric = evaluate(module, val_batches, device, **options)
+        print_epoch(epoch, job_sums, val_loss_and_metric, task.metric, rate)
+        samples_read, sums_before = 0, torch.zeros(3, dtype=torch.float64)
+        save_job(identity, task, own_groups, (epoch + 1, samples_read, sums_before), args)
+    print_on_rank_0(f"parameters sha256 {digest(module)}")
+
+
+def wrap(module, example, options, args):
+    """Return the model that train_step() trains: the module, with its ranks connected."""
+    if args.parallel == "dp":
+        return nn.DataParallel(module)
+    if not args.local_bn:
+        sync_batch_norm(module)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP meet: broadcast
+    settle_buckets(model, *example, **options)  # DDP meet: all-reduce
+    return model
+
+
+def read_share(batches, stand_in, step_size, device, args):
+    """Return this rank's micro-batches of a step, filled up to as many as other ranks have."""
+    batch = next(batches, stand_in)  # DDP differ: a short last step has none for some ranks
+    x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
+    size = args.micro_batch_size
+    micro_batches = list(zip(x.split(size), y.split(size), strict=True))
+    largest_share = math.ceil(step_size / args.world_size)
+    return micro_batches + [stand_in] * (math.ceil(largest_share / size) - len(micro_batches))
+
+
+def set_learning_rates(optimizer, own_groups, factor):
+    """Set the learning rates to the task's own, multiplied by a factor."""
+    for group, own_group in zip(optimizer.param_groups, own_groups, strict=True):
+        group["lr"] = own_group["lr"] * factor
+
+
+def print_epoch(epoch, job_sums, val_loss_and_metric, metric, rate):
+    """Print the line of an epoch; raise InputError if there was nothing to train on."""
+    labels = job_sums[2]
+    if not labels:
+        raise InputError("nothing to train on: the epoch has no label")
+    loss, accuracy = job_sums[:2] / labels
+    val_loss, val_accuracy = val_loss_and_metric
+    print_on_rank_0(
+        f"epoch {epoch} | loss {loss:.4f} {metric} {accuracy:.3f} | "
+        f"val_loss {val_loss:.4f} val_{metric} {val_accuracy:.3f} | {rate:.1f} samples/s"
+    )
 
 
 def print_on_rank_0(text, **options):
     """Print for the whole job, with print's options."""
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # DDP differ
         print(text, flush=True, **options)
 
 
-def leave_if_orphaned(worker_id=None):
-    """End this process if the one that started it has ended before anything could notice it.
-
-    worker_id: DataLoader passes the number of a loader worker.
-    """
-    parent = mp.parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(1)
+# ---- The processes
+class InputError(ValueError):
+    """Input that cannot work: one line, status 2."""
 
 
-def make_loader(dataset, batch_size, device, args, training):
-    """Return (this rank's loader of a dataset, the object whose set_epoch says what it reads)."""
-    is_stream = isinstance(dataset, IterableDataset)
-    drop_last = training and args.drop_last
-    sampler = None
-    if not is_stream:
-        sampler = DistributedSampler(  # DDP: each rank reads its own part
-            dataset, shuffle=training, seed=args.seed, drop_last=drop_last, pad=training
-        )
-    workers = {}
-    if args.num_workers > 0:
-        # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks. The dataset's
-        # tensors go to the workers by file name: a process may open only so many files.
-        mp.set_sharing_strategy("file_system")
-        # set_epoch does not reach a stream in a worker that is kept for the next epoch.
-        kept = not is_stream or isinstance(dataset, ShardStream)
-        workers = {
-            "multiprocessing_context": "spawn",
-            "persistent_workers": training and kept,
-            "worker_init_fn": leave_if_orphaned,
-        }
-    loader = DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
-        pin_memory=device.type == "cuda",
-        num_workers=args.num_workers,
-        generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),  # DDP: for workers
-        **workers,
-    )
-    return loader, dataset if is_stream else sampler
-
-
-def first_sample_twice(dataset):
-    """Return a batch of the dataset's first sample, twice: BatchNorm may refuse a single one."""
-    for sample in dataset:
-        return default_collate([sample, sample])
-    raise InputError("the validation data has no sample")
-
-
-def settle_buckets(model, val_set, device, amp):
-    """Have DDP group the gradients for its all-reduces for good, before the first step.
-
-    DDP sums groups of gradients, its buckets. After its first backward it groups them anew, in the
-    order in which they came, and the grouping decides in which order the ranks are added up. So a
-    resumed job on three or more ranks would differ from the uninterrupted one in the last bit.
-    All take rank 0's sample of the validation data, of which another rank may have none.
-    """
-    x, y = on_rank_0(first_sample_twice, val_set)  # DDP: broadcast
-    model.train()
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    loss_sum, _ = forward(model, x.to(device), y.to(device), amp)
-    loss_sum.backward()  # DDP: all-reduce
-    model.zero_grad()
-    with torch.no_grad():
-        for buffer, saved in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(saved)
-
-
-def count_samples(dataset):
-    """The number of samples of an epoch, over all ranks."""
-    if isinstance(dataset, IterableDataset):
-        return dataset.samples_per_epoch
-    return len(dataset)
-
-
-def describe_job(train_set, module, optimizer, args):
-    """What a checkpoint and the job that goes on from it must have in common, as a dictionary."""
-    return {
-        "the dataset": type(train_set).__name__,
-        "the number of samples": count_samples(train_set),
-        "--length": args.length,
-        "--seed": args.seed,
-        "the optimizer": [
-            type(optimizer).__name__,
-            *[len(group["params"]) for group in optimizer.param_groups],
-        ],
-        **{name: list(tensor.shape) for name, tensor in module.state_dict().items()},
-    }
-
-
-def seed_step(seed, epoch, samples_read, rank):
-    """Seed PyTorch for the step after `samples_read` samples of the epoch.
-
-    So dropout and augmentation differ between ranks and steps, and are the same after resuming. It
-    does not reach NumPy's generator or loader workers: draw from (seed, index) there, as
-    SyntheticDataset does.
-    """
-    torch.manual_seed(hash((seed, epoch, samples_read, rank)))  # Only hashes of strings vary.
-
-
-def check_finite(module, sums):
-    """Raise FloatingPointError, on all ranks alike, if the loss or a parameter is not finite."""
-    for tensor in [sums, *module.parameters()]:
-        if not tensor.isfinite().all():
-            raise FloatingPointError("the loss or a parameter is not finite; it is not saved")
-
-
-def resume(state, module, optimizer, args):
-    """Go on from a checkpoint, or from the beginning if it is None.
-
-    Returns the job's progress (epoch, samples_read, sums): how many samples of which epoch it has
-    read, and what they came to over all ranks, float64 (3,) on the CPU.
-    """
-    if state is None:
-        return 0, 0, torch.zeros(3, dtype=torch.float64)
-    module.load_state_dict(state["module"])
-    # The learning rate and the other hyperparameters are this job's, not the checkpoint's.
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizer"]})
-    epoch, samples_read, _ = state["progress"]
-    print_on_rank_0(f"resuming from {args.checkpoint}: epoch {epoch}, {samples_read} samples read")
-    if state["global_batch_size"] != args.global_batch_size:
-        print_on_rank_0(f"until now the global batch size was {state['global_batch_size']}")
-    return state["progress"]
-
-
-def save_job(job, module, optimizer, progress, args):
-    """Write what resume() goes on from, if the command line asks for it; all ranks may call it."""
-    if not args.checkpoint or dist.get_rank() != 0:  # DDP: one rank writes
-        return
-    state = {
-        "job": job,
-        "global_batch_size": args.global_batch_size,
-        "progress": progress,
-        "module": module.state_dict(),
-        "optimizer": optimizer.state_dict()["state"],
-    }
-    save_checkpoint(args.checkpoint, state)
-
-
-def train(args, device):
-    """One rank's part of the job: train, evaluate, print and save, epoch by epoch."""
-    rank, world_size = dist.get_rank(), args.world_size
-    torch.manual_seed(args.seed)  # All ranks begin with the same net.
-    train_set, val_set, module, optimizer = make_task(args)
-    module.to(device)
-    optimizer.load_state_dict(optimizer.state_dict())  # Adagrad has a state, which must follow.
-    if args.sync_bn:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    job = describe_job(train_set, module, optimizer, args)
-    state = on_rank_0(load_checkpoint, args.checkpoint, job)  # DDP: broadcast
-    first_epoch, samples_read, sums_before = resume(state, module, optimizer, args)
-    del state  # It is as large as the module and the optimizer.
-    if args.parallel == "dp":
-        model = nn.DataParallel(module)
-    else:
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP: broadcast
-    settle_buckets(model, val_set, device, args.amp)  # DDP: all-reduce
-    num_samples, share = count_samples(train_set), args.global_batch_size // world_size
-    loader, source = make_loader(train_set, share, device, args, training=True)
-    val_loader, _ = make_loader(val_set, args.micro_batch_size, device, args, training=False)
-    for epoch in range(first_epoch, args.epochs):
-        source.set_epoch(epoch, samples_read)  # DDP: a new order, the same on every rank
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        start, begin = samples_read, time.perf_counter()
-        batches = iter(loader)
-        model.train()
-        for step in itertools.count(1):
-            seed_step(args.seed, epoch, samples_read, rank)  # DDP: random numbers of its own
-            batch = next(batches, None)
-            if batch is None:
-                break
-            x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-            last_position = samples_read + (len(x) - 1) * world_size + rank
-            if last_position >= num_samples:  # At most one sample a rank is too many, its last.
-                y = y[:-1]  # It stays in x, as all ranks must make the step, but does not count.
-            sums += train_step(model, optimizer, x, y, args.micro_batch_size, args.amp)  # DDP
-            samples_read = min(samples_read + len(x) * world_size, num_samples)
-            if sys.stdout.isatty():
-                rate = (samples_read - start) / (time.perf_counter() - begin)
-                progress = f"epoch {epoch} | {samples_read}/{num_samples} samples"
-                print_on_rank_0(f"{progress} | {rate:.1f} samples/s", end="  \r")
-            if args.checkpoint_every and step % args.checkpoint_every == 0:
-                job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce
-                check_finite(module, job_sums)
-                save_job(job, module, optimizer, (epoch, samples_read, job_sums), args)
-        job_sums = sums_before + all_reduce_sums(sums)  # DDP: all-reduce. The device is done.
-        rate = (samples_read - start) / (time.perf_counter() - begin)
-        check_finite(module, job_sums)
-        loss_sum, correct, labels = job_sums.tolist()
-        if not labels:
-            raise InputError("nothing to train on: the epoch has no label")
-        val_loss, val_accuracy = evaluate(module, val_loader, device, args.amp)  # DDP: all-reduce
-        print_on_rank_0(
-            f"epoch {epoch} | loss {loss_sum / labels:.4f} accuracy {correct / labels:.3f} | "
-            f"val_loss {val_loss:.4f} val_accuracy {val_accuracy:.3f} | {rate:.1f} samples/s"
-        )
-        samples_read, sums_before = 0, torch.zeros_like(sums_before)
-        save_job(job, module, optimizer, (epoch + 1, samples_read, sums_before), args)
-    print_on_rank_0(f"parameters sha256 {digest(module)}")
-
-
-# ---- One process of the job, and the launch
 @record  # puts the traceback of a failure into torchrun's report
-def worker(rank, local_rank, args, store=None):
+def worker(rank, local_rank, args, make_task, store=None):
     """One process of the job, the local_rank-th of its machine: device, process group, train().
 
     store: where the processes find each other; without one, torchrun's environment says where.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback.
-    leave_if_orphaned()
-    if (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
-        # The store, in which ranks look each other up, is that of the dead ones
-        # (pytorch/pytorch#135712, #167288).
-        sys.exit("this restart would hang: run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Without it Ctrl-C would print a traceback.
+    end_with_parent()
+    watchdog = Watchdog(rank, args.timeout)
     if args.world_size == args.nproc_per_node:  # On one machine, be reachable from this one only.
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # The local rank counts on this machine, the rank on all.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())  # DDP differ
         torch.cuda.set_device(device)
-    dist.init_process_group(  # DDP: join
+    dist.init_process_group(  # DDP meet
         args.backend,
         store=store,
         rank=rank,
         world_size=args.world_size,
         device_id=device if args.backend == "nccl" else None,
+        timeout=datetime.timedelta(seconds=args.timeout + 60),  # The watchdog comes first.
     )
     print_on_rank_0(
         f"{args.parallel} on {args.backend}, world size {args.world_size}, {device.type}, "
         f"global batch size {args.global_batch_size}, torch {torch.__version__}"
     )
-    status = 0
     try:
-        train(args, device)
+        train(args, device, make_task, watchdog)
     except InputError as error:
-        status = 2
-        print_on_rank_0(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-        dist.barrier()  # DDP: launchers end all ranks when one leaves; the line is out by now
-    # After any other error this is not reached: destroying the group could wait for ranks that wait
-    # for this one (pytorch/torchtitan#1342). A group that something holds on to aborts the exit
-    # (pytorch/pytorch#190489). train()'s model is gone by now; default arguments of
-    # torch.distributed.nn would hold it if that were first imported while there is a group.
-    dist.destroy_process_group()  # DDP: leave
-    sys.exit(status)
+        if rank != 0:  # DDP differ: rank 0 speaks for the job, and its end is that of all.
+            time.sleep(5)
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    # A rank that failed otherwise is not here: it would wait for ranks that wait for it
+    # (pytorch/torchtitan#1342).
+    dist.destroy_process_group()  # DDP meet
 
 
-def spawned(rank, args, store_path):
-    """worker() in a process of mp.spawn, with the traceback of the rank that failed first.
-
-    mp.spawn shows the traceback of one rank, perhaps one that failed only because another was gone.
-    """
+def spawned(rank, args, make_task, store_path):
+    """Run worker() in a process that launch() has started."""
     try:
-        worker(rank, rank, args, dist.FileStore(store_path, args.world_size))
+        worker(rank, rank, args, make_task, dist.FileStore(store_path, args.world_size))
     except Exception:
+        # Ranks that fail only because this one is gone are ended before they print anything.
+        time.sleep(1)
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        os._exit(1)  # An ordinary exit leaves the others time to fail, too.
+        os._exit(1)
 
 
-def launch(args):
+def launch(args, make_task):
     """Start the job's processes on this machine; return the exit status if it is not 0."""
     threads = max(1, torch.get_num_threads() // args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Each process would take all cores.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # not of SIGTERM
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         # Ranks meet through a file: a port could be another job's (pytorch/pytorch#126510).
+        spawn_args = args, make_task, f"{folder}/store"
         try:
-            mp.spawn(spawned, (args, f"{folder}/store"), args.nproc_per_node)
+            processes = mp.spawn(spawned, spawn_args, args.nproc_per_node, join=False)
+            while not processes.join(grace_period=0):  # When one fails, the others are ended.
+                pass
         except mp.ProcessExitedException as error:
             if error.signal_name:
                 print(f"rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
@@ -652,6 +653,343 @@ def launch(args):
             for process in mp.active_children():
                 process.kill()
             return 130
+
+
+# ------------------------------------------------------------------------------------------------
+# The above is data-parallel training. What follows lets a job survive, read other data, and be
+# started by hand.
+
+
+# ---- A job that hangs, and ranks that are not the same job
+class Watchdog:
+    """Ends a rank, and with it the job, when no step has begun for `timeout` seconds.
+
+    First it prints which rank this is and where its main thread is. It counts the seconds in which
+    it was awake: the time in which a whole job is suspended does not count.
+    """
+
+    def __init__(self, rank, timeout):
+        self.begun = 0
+        threading.Thread(target=self.wait, args=(rank, timeout), daemon=True).start()
+
+    def reset(self):
+        """Say that a step begins."""
+        self.begun += 1
+
+    def watch(self, batches):
+        """Yield the batches, each of which counts as a step."""
+        for batch in batches:
+            self.reset()
+            yield batch
+
+    def wait(self, rank, timeout):
+        """Sleep until a step has taken too long; then print where, and exit."""
+        begun, seconds = 0, 0
+        while seconds < timeout:
+            time.sleep(1)
+            seconds = seconds + 1 if self.begun == begun else 0
+            begun = self.begun
+        frame = sys._current_frames()[threading.main_thread().ident]
+        stack = "".join(traceback.format_stack(frame, limit=16))
+        sys.stderr.write(f"rank {rank} has been here for {seconds} s (--timeout):\n{stack}")
+        time.sleep(3)  # Ranks that wait for this one have time to print, too.
+        os._exit(1)
+
+
+def end_with_parent(worker_id=None):
+    """Have this process end with the one that has started it, however that ends.
+
+    worker_id: DataLoader passes the number of a loader worker.
+    """
+
+    def wait(parent):
+        parent.join()
+        os._exit(1)
+
+    if mp.parent_process():  # Under torchrun there is none, but torchrun ends its processes.
+        threading.Thread(target=wait, args=(mp.parent_process(),), daemon=True).start()
+
+
+def refuse_unequal_ranks(identity, task, args):
+    """Raise InputError on all ranks if one of them has other options, data, net or optimizer."""
+    options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    del options["--nproc-per-node"]  # Machines may have unequally many GPUs.
+    num_val_samples = {"the number of validation samples": count_samples(task.val_set)}
+    identities = [None] * args.world_size
+    dist.all_gather_object(identities, identity | options | num_val_samples)
+    for rank, identity_there in enumerate(identities):
+        refuse_other_job(f"rank {rank}", identity_there, identities[0])
+
+
+# ---- Saving and resuming
+def save_checkpoint(path, state):
+    """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
+
+    A process that is killed in between leaves a file beside it, PATH with 32 digits. What
+    load_checkpoint() would refuse to read is refused here, with torch.load's error.
+    """
+    path = os.path.realpath(path)  # A link stays a link.
+    temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # Otherwise a crash might leave the name and no data.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+
+
+def load_checkpoint(path, file=None):
+    """Return what save_checkpoint() has written, with its tensors on the CPU.
+
+    file: a file object with the content of path, if it has been read already.
+    Raises InputError if it is damaged. Nothing that it contains is executed.
+    """
+    try:
+        # To the CPU: otherwise every rank's copy lands on GPU 0 (pytorch/examples#969).
+        return torch.load(file or path, map_location="cpu", weights_only=True)
+    except Exception as error:  # Which one depends on where the damage is.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{path} is damaged or not a checkpoint ({reason})") from error
+
+
+def count_samples(dataset):
+    """The number of samples of an epoch over all ranks; None for a stream to evaluate on."""
+    if isinstance(dataset, IterableDataset):
+        return getattr(dataset, "samples_per_epoch", None)
+    return len(dataset)
+
+
+def identify(task, args):
+    """What all ranks have in common, and a checkpoint with the job that goes on from it."""
+    identity = {
+        "the dataset": type(task.train_set).__name__,
+        "the number of samples": count_samples(task.train_set),
+        "--length": args.length,
+        "--seed": args.seed,
+        "the optimizer": type(task.optimizer).__name__,
+    }
+    for name, tensor in task.module.state_dict().items():
+        identity[f"the shape of {name}"] = list(tensor.shape)
+    names = {parameter: name for name, parameter in task.module.named_parameters()}
+    for i, group in enumerate(task.optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            identity[f"parameter {j} of the optimizer's group {i}"] = names.get(parameter)
+    return identity
+
+
+def refuse_other_job(whose, there, here):
+    """Raise InputError if two identities differ, and say in what."""
+    for name in there | here:
+        if there.get(name) != here.get(name):
+            values = f"{name} is {there.get(name)} there, but {here.get(name)} here"
+            raise InputError(f"{whose} is of another job: {values}")
+
+
+def read_checkpoint(path):
+    """Return the bytes of a checkpoint or None; raise InputError if none can be written there."""
+    if path is None:
+        return None
+    real_path = os.path.realpath(path)
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(real_path)):
+            pass  # It can be written.
+        if os.path.exists(real_path):
+            with open(real_path, "rb") as file:
+                return file.read()
+    except OSError as error:
+        raise InputError(f"--checkpoint {path}: {error.strerror}") from error
+    print(f"there is no checkpoint {path} yet", flush=True)
+
+
+def resume(identity, task, args):
+    """Go on from the checkpoint, or from the beginning if there is none.
+
+    Returns the job's progress (epoch, samples_read, sums): how many samples of which epoch it has
+    read, and what they came to over all ranks, float64 (3,) on the CPU.
+    Raises InputError if the file is damaged or of another job, and says in what it differs.
+    """
+    content = on_rank_0(read_checkpoint, args.checkpoint)
+    if content is None:
+        return 0, 0, torch.zeros(3, dtype=torch.float64)
+    state = load_checkpoint(args.checkpoint, io.BytesIO(content))
+    if not isinstance(state, dict) or "identity" not in state:
+        raise InputError(f"{args.checkpoint} holds something else than a job")
+    refuse_other_job(args.checkpoint, state["identity"], identity)
+    task.module.load_state_dict(state["module"])
+    groups = task.optimizer.state_dict()["param_groups"]
+    for group, changed in zip(groups, state["changed"], strict=True):
+        group.update(changed)
+    task.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+    epoch, samples_read, _ = state["progress"]
+    print_on_rank_0(f"resuming from {args.checkpoint}: epoch {epoch}, {samples_read} samples read")
+    if state["global_batch_size"] != args.global_batch_size:
+        print_on_rank_0(f"until now the global batch size was {state['global_batch_size']}")
+    return state["progress"]
+
+
+def save_job(identity, task, own_groups, progress, args):
+    """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
+
+    own_groups: the optimizer's param groups as the task has made them. What has changed since then
+    is progress, a counter of steps, say, and is kept. The rest, as the weight decay, is decided
+    anew by whoever resumes, and so is the learning rate.
+    """
+    if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
+        return
+    optimizer = task.optimizer.state_dict()
+    changed = []
+    for group, own_group in zip(optimizer["param_groups"], own_groups, strict=True):
+        names = [name for name in group if name != "lr" and group[name] != own_group.get(name)]
+        changed.append({name: group[name] for name in names})
+    state = {
+        "identity": identity,
+        "global_batch_size": args.global_batch_size,
+        "progress": progress,
+        "module": task.module.state_dict(),
+        "optimizer": optimizer["state"],
+        "changed": changed,
+    }
+    save_checkpoint(args.checkpoint, state)
+
+
+def settle_buckets(model, x, y, **options):
+    """Have DDP decide before the first step how it groups the gradients for its all-reduces.
+
+    In its first backward DDP sees in which order gradients come, and then groups them anew. The
+    groups, its buckets, decide in which order the ranks are added up. So a job resumed on three or
+    more ranks would take its first step with other groups than the uninterrupted job took that
+    step with, and differ in the last bit.
+
+    x, y: any samples, the same on all ranks; two, for BatchNorm may refuse one. options: the
+    other arguments of forward(). The module is left as it was, in training mode.
+    """
+    model.train()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    loss_sum, _ = forward(model, x, y, **options)
+    loss_sum.backward()
+    model.zero_grad(set_to_none=False)
+    with torch.no_grad():
+        for buffer, saved in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(saved)
+
+
+def finite_job_sums(module, sums, sums_before):
+    """Return the sums of all ranks and of the time before a stop, float64 (3,) on the CPU.
+
+    Raises FloatingPointError, on all ranks alike, if they or a parameter are not finite.
+    """
+    job_sums = sums_before + all_reduce_sums(sums)
+    for tensor in [job_sums, *module.parameters()]:
+        if not tensor.isfinite().all():
+            raise FloatingPointError("the loss or a parameter is not finite; it is not saved")
+    return job_sums
+
+
+def digest(module):
+    """SHA-256 over all parameters and buffers: equal digests, equal modules."""
+    sha256 = hashlib.sha256()
+    for tensor in module.state_dict().values():
+        sha256.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return sha256.hexdigest()
+
+
+def on_rank_0(function, *args):
+    """Call function(*args) on rank 0; every rank returns its result, or raises its InputError.
+
+    So the others need not see the files. The result is pickled; with NCCL it goes through the GPU.
+    """
+    result = [None]
+    if dist.get_rank() == 0:  # DDP differ
+        try:
+            result = [function(*args)]
+        except InputError as error:
+            result = [error]
+    dist.broadcast_object_list(result)
+    if isinstance(result[0], InputError):
+        raise result[0]
+    return result[0]
+
+
+# ---- Loaders, and the random numbers of an item
+class SeededItems(Dataset):
+    """The items of a map-style dataset, whose random numbers depend on (seed, epoch, index) alone.
+
+    So an augmentation that draws from PyTorch's, NumPy's or Python's generator is the same on any
+    number of ranks and loader workers, and after resuming.
+    """
+
+    def __init__(self, dataset, seed):
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # Loader workers see it.
+
+    def set_epoch(self, epoch):
+        """Say which epoch comes."""
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        seed_generators(self.seed, self.epoch.item(), index)
+        return self.dataset[index]
+
+
+def make_loader(task, device, args, training):
+    """Return (this rank's loader of the task's data, a function set_epoch(epoch, start) for it)."""
+    dataset = task.train_set if training else task.val_set
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream:
+        items, sampler = dataset, None
+        set_epoch = getattr(dataset, "set_epoch", None)
+    else:
+        items = SeededItems(dataset, args.seed)
+        sampler = DistributedSampler(
+            dataset,
+            shuffle=training,
+            seed=args.seed,
+            drop_last=training and args.drop_last,
+            global_batch_size=args.global_batch_size,
+        )
+
+        def set_epoch(epoch, start):
+            sampler.set_epoch(epoch, start)
+            items.set_epoch(epoch)
+
+    share = len(range(dist.get_rank(), args.global_batch_size, args.world_size))  # DDP differ
+    options = {}
+    if args.num_workers > 0:
+        # The dataset's tensors go to the workers by file name: a process may open only so many.
+        mp.set_sharing_strategy("file_system")
+        options = {
+            # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks.
+            "multiprocessing_context": "spawn",
+            # A stream of yours learns of the next epoch when its workers are started anew.
+            "persistent_workers": not is_stream or isinstance(dataset, ShardStream),
+            "worker_init_fn": end_with_parent,
+        }
+    loader = DataLoader(
+        items,
+        share if training else args.micro_batch_size,
+        sampler=sampler,
+        collate_fn=task.collate_fn,
+        pin_memory=device.type == "cuda",
+        num_workers=args.num_workers,
+        **options,
+    )
+    return loader, set_epoch
+
+
+def first_sample_twice(task):
+    """Return a batch of the first sample of the validation data, twice."""
+    for sample in task.val_set:
+        return task.collate_fn([sample, sample])
+    raise InputError("the validation data has no sample")
 
 
 # ---- Tar shards, for data too large to index
@@ -725,18 +1063,21 @@ class ShardStream(IterableDataset):
 
     With samples_per_epoch, counted over all ranks, it is for training. Every loader worker of every
     rank draws shards with replacement, without end, mixes their samples in a buffer, and cuts this
-    stream into epochs: the next one goes on where the last one stopped. So all ranks have equally
-    many samples (webdataset/webdataset#225), and no part of a shard is out of reach. What is drawn
-    depends on (seed, rank, worker) and on the epoch and start with which the stream begins.
+    stream into epochs: the next one goes on where the last one stopped. So no rank runs out before
+    the others (webdataset/webdataset#225), and no part of a shard is out of reach. A rank has its
+    share of each step of global_batch_size samples; its loader workers take whole steps in turns.
+    What is drawn depends on (seed, rank, worker) and on the epoch and start with which it begins.
 
-    Without it, for evaluation, the shards are split over ranks and loader workers, and each sample
-    is read once. Raises FileNotFoundError for a missing shard, and ValueError as read_shard does.
+    Without samples_per_epoch, for evaluation, the shards are split over ranks and loader workers,
+    and each sample is read once.
+    Raises InputError for a pattern without a shard, and ValueError as read_shard does.
     """
 
     def __init__(
         self,
         shards,
         samples_per_epoch=None,
+        global_batch_size=None,
         *,
         seed=0,
         shuffle_buffer=1000,
@@ -745,12 +1086,15 @@ class ShardStream(IterableDataset):
     ):
         self.shards = []
         for pattern in shards:
-            self.shards += sorted(glob.glob(pattern)) or [pattern]
+            self.shards += sorted(glob.glob(pattern))
+            if not glob.glob(pattern):
+                raise InputError(f"there is no shard {pattern}")
         self.samples_per_epoch = samples_per_epoch
         self.seed = seed
         self.shuffle_buffer = shuffle_buffer
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
+        self.global_batch_size = global_batch_size or self.num_replicas
         self.set_epoch(0)
         self._samples = None  # the endless stream, once it has begun in this process
 
@@ -760,68 +1104,35 @@ class ShardStream(IterableDataset):
         self.start = start
 
     def __iter__(self):
-        info = get_worker_info()
+        info = torch.utils.data.get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         if self.samples_per_epoch is None:
-            return read_pairs(self.shards[self.rank :: self.num_replicas][worker::num_workers])
+            of_rank = self.shards[self.rank :: self.num_replicas]  # DDP differ
+            return read_pairs(of_rank[worker::num_workers])
         if self._samples is None:
-            generator = np.random.default_rng(
-                (self.seed, self.epoch, self.start, self.rank, worker)
-            )
+            numbers = self.seed, self.epoch, self.start, self.rank, worker  # DDP differ
+            generator = np.random.default_rng(numbers)
             pairs = read_pairs(draw_shards(self.shards, generator))
             self._samples = shuffle_endless(pairs, self.shuffle_buffer, generator)
-        # Equally many for all ranks: those of rank 0.
-        left = len(range(self.start, self.samples_per_epoch, self.num_replicas))
+        steps, rest = divmod(self.samples_per_epoch - self.start, self.global_batch_size)
         self.start = 0  # set_epoch does not reach a worker that is kept for the next epoch.
-        return itertools.islice(self._samples, len(range(worker, left, num_workers)))
-
-
-# ---- The sampler at work
-CASES = [  # title, samples, with a sampler, set_epoch called, drop_last
-    ("1: no sampler: every rank reads everything", 8, False, False, True),
-    ("2: with the sampler: ranks split the data, the same way every epoch", 8, True, False, True),
-    ("3: set_epoch: a new split each epoch", 8, True, True, True),
-    ("4: 3 samples a rank: short batches are kept", 6, True, False, False),
-    (
-        "4, dropping the short batch: a batch of 4 never fills, nothing is read",
-        6,
-        True,
-        False,
-        True,
-    ),
-    ("5: 5 samples on 2 ranks: one is repeated to make 6", 5, True, False, False),
-    ("5, with set_epoch: it is the first of that epoch's order", 5, True, True, False),
-    ("6: last batches of one sample, which BatchNorm may refuse", 10, True, False, False),
-    ("7: drop_last: that batch is gone", 10, True, False, True),
-]
-
-
-def show_case(title, num_samples, with_sampler, set_epoch, drop_last):
-    """Print the batches of 4 samples that each of two ranks reads in two epochs."""
-    print(f"\ncase {title}\n{num_samples} samples, 2 ranks, batches of 4")
-    for epoch in range(2):
-        for rank in range(2):
-            sampler = range(num_samples)
-            if with_sampler:
-                sampler = DistributedSampler(sampler, 2, rank, drop_last=drop_last)
-                sampler.set_epoch(epoch if set_epoch else 0)
-            batches = BatchSampler(sampler, 4, drop_last)
-            print(f"  epoch {epoch}  rank {rank} ", *batches)
+        share = len(range(self.rank, self.global_batch_size, self.num_replicas))
+        num_samples = len(range(worker, steps, num_workers)) * share
+        if worker == steps % num_workers:  # The last step is its turn.
+            num_samples += len(range(self.rank, rest, self.num_replicas))
+        return itertools.islice(self._samples, num_samples)
 
 
 # ---- The command line
-def number(kind, low):
-    """An argparse type: a number from low on, within reason."""
+def at_least(low, kind=int):
+    """An argparse type: a finite number of this kind, from low on."""
 
-    def parse(text):
-        if not low <= kind(text) <= 2**40:
-            raise ValueError
+    def number(text):
+        if not low <= kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number from {low} on")
         return kind(text)
 
-    parse.__name__ = (
-        f"{kind.__name__} from {low} to 2**40"  # invalid int from 1 to 2**40 value: '0'
-    )
-    return parse
+    return number
 
 
 def make_parser():
@@ -832,20 +1143,21 @@ def make_parser():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    count = number(int, 1)
+    count = at_least(1)
     add("command", nargs="?", choices=["train", "cases"], default="train", help="[train]")
     add("--nproc-per-node", type=count, help="processes [one per GPU, without GPUs 2]")
-    add("--backend", choices=["nccl", "gloo"], help="[nccl if each process has its own GPU]")
+    add("--backend", choices=["nccl", "gloo"], help="[nccl with a GPU a process]")
     add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel, one process")
-    add("--num-workers", type=number(int, 0), default=0, help="of each loader [0]")
+    add("--num-workers", type=at_least(0), default=0, help="of each loader [0]")
     add("--epochs", type=count, default=6, help="[6]")
-    add("--global-batch-size", type=count, help="samples in a step of the job [4 a process]")
+    add("--global-batch-size", type=count, default=24, help="samples in a step of the job [24]")
     add("--micro-batch-size", type=count, help="samples computed at once [a process's share]")
-    add("--lr", type=number(float, 0), default=0.01, help="not scaled [0.01]")
+    add("--lr", type=at_least(0, float), default=0.01, help="not scaled [0.01]")
+    add("--clip-grad-norm", type=at_least(0, float), help="the largest norm of a step's gradient")
     add("--drop-last", action="store_true", help="leave out what does not fill a global batch")
     add("--amp", action="store_true", help="run net and loss under bfloat16 autocast")
-    add("--sync-bn", action="store_true", help="BatchNorm over all processes (GPUs only)")
-    add("--seed", type=number(int, 0), default=0, help="of all that is random [0]")
+    add("--local-bn", action="store_true", help="BatchNorm over each process's own samples")
+    add("--seed", type=at_least(0), default=0, help="of all that is random [0]")
     add("--num-samples", type=count, default=100, help="in the synthetic dataset [100]")
     add("--length", type=count, default=10000, help="positions in a sample [10000]")
     add("--shards", nargs="+", default=[], help="train on tar shards: paths or patterns")
@@ -853,73 +1165,72 @@ def make_parser():
     add("--samples-per-epoch", type=count, help="drawn from the shards, over all processes")
     add("--checkpoint", help="resume from this file if it exists; write it after each epoch")
     add("--checkpoint-every", type=count, help="and after every so many steps of an epoch")
+    add("--timeout", type=count, default=600, help="seconds until a job that hangs ends [600]")
     return parser
 
 
-def check_processes(args, refuse):
+def decide_processes(args, refuse):
     """Decide which processes the job has, and on which backend; refuse what cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
+    if gpus and not torch.cuda.is_available():
+        refuse("there are GPUs, but CUDA does not start; CUDA_VISIBLE_DEVICES= trains without them")
     torchrun = dist.is_torchelastic_launched()
     if torchrun:
         if args.nproc_per_node:
             refuse("--nproc-per-node is torchrun's own: give it before the file's name")
         args.nproc_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+        if restarts and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+            # Restarted ranks would look each other up in the store of the dead ones
+            # (pytorch/pytorch#135712, #167288).
+            refuse(
+                "a restart would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give torchrun "
+                "--standalone or --rdzv-backend=c10d"
+            )
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        refuse("WORLD_SIZE is another launcher's: start the processes with torchrun")
     default = 1 if args.parallel == "dp" else gpus or 2
     args.nproc_per_node = args.nproc_per_node or default
     args.world_size = int(os.environ["WORLD_SIZE"]) if torchrun else args.nproc_per_node
-    if args.parallel == "dp" and (args.world_size > 1 or args.sync_bn or args.amp):
-        refuse("--parallel dp is one process, without --sync-bn and --amp")
+    if args.parallel == "dp" and (args.world_size > 1 or args.amp):
+        refuse("--parallel dp is one process, without --amp")
     gpu_each = args.nproc_per_node <= gpus
-    if torchrun and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpu_each = True  # The launcher shows each process only the GPU that is its own.
     args.backend = args.backend or ("nccl" if gpu_each else "gloo")
-    if args.backend == "nccl" and not gpu_each:
+    # A launcher may show each process only the GPU that is its own: then --backend nccl says so.
+    if args.backend == "nccl" and not gpu_each and not (torchrun and gpus):
         refuse(f"NCCL needs a GPU a process, {args.nproc_per_node} and not {gpus}: --backend gloo")
-    if args.sync_bn and not gpus:
-        refuse("--sync-bn needs GPUs: SyncBatchNorm runs on nothing else")
 
 
-def check_batches(args, refuse):
-    """Decide the sizes of batches; refuse what cannot be divided."""
-    args.global_batch_size = args.global_batch_size or 4 * args.world_size
-    args.micro_batch_size = args.micro_batch_size or args.global_batch_size // args.world_size
-    if args.global_batch_size % args.world_size:
-        refuse(
-            f"--global-batch-size {args.global_batch_size} is no multiple of {args.world_size}, "
-            "the number of processes"
-        )
-
-
-def check_files(args, refuse):
-    """Refuse shards that are not there and a checkpoint that could not be written."""
+def decide_batches(args, refuse):
+    """Decide the size of micro-batches; refuse options that do not fit together."""
+    size = args.global_batch_size
+    if args.world_size > size:
+        refuse(f"{args.world_size} processes are more than the {size} of --global-batch-size")
+    args.micro_batch_size = args.micro_batch_size or math.ceil(size / args.world_size)
     of_shards = [args.shards, args.val_shards, args.samples_per_epoch]
     if any(of_shards) and not all(of_shards):
         refuse("--shards, --val-shards and --samples-per-epoch go together")
-    for pattern in args.shards + args.val_shards:
-        if not glob.glob(pattern):
-            refuse(f"there is no shard {pattern}")
     if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint")
-    if args.checkpoint is not None:
-        folder = os.path.dirname(os.path.realpath(args.checkpoint))
-        if not args.checkpoint or not os.access(folder, os.W_OK):
-            refuse(f"--checkpoint {args.checkpoint}: no file can be written there")
 
 
-def main(argv):
-    """The program; returns the exit status if it is not 0."""
-    parser = make_parser()
+def main(argv, make_task=make_task, parser=None):
+    """The program; returns the exit status if it is not 0.
+
+    make_task: a function (args, device) at the top level of your script, which returns your Task.
+    parser: make_parser() with options of yours, which make_task finds in args.
+    """
+    parser = parser or make_parser()
     args = parser.parse_args(argv)
+    if torch.__version__ < (2, 9):
+        parser.error(f"PyTorch {torch.__version__} is too old: 2.9 or newer is needed")
     if args.command == "cases":
-        for case in CASES:
-            show_case(*case)
-        return
-    check_processes(args, parser.error)
-    check_batches(args, parser.error)
-    check_files(args, parser.error)
+        return show_cases()
+    decide_processes(args, parser.error)
+    decide_batches(args, parser.error)
     if not dist.is_torchelastic_launched():
-        return launch(args)
-    worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args)
+        return launch(args, make_task)
+    worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args, make_task)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,15 @@ fail() {
     exit 2
 }
 
-# Looked up, not imported: that alone would take seconds.
+# PyTorch 2.9 or newer, and numpy. Looked up, not imported: that alone would take seconds.
 has_packages() {
-    "$1" -c 'import sys; from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("numpy")))'
+    "$1" - 2>/dev/null <<'END'
+import sys
+from importlib.metadata import version
+
+version("numpy")
+sys.exit([int(part) for part in version("torch").split(".")[:2]] < [2, 9])
+END
 }
 
 command -v -- "$python" >/dev/null ||
@@ -28,7 +34,7 @@ command -v -- "$python" >/dev/null ||
 # The interpreter at hand, if it has the packages (a GPU box has its own build of PyTorch); otherwise
 # .venv, made once. The file "complete" is written last: without it an installation was interrupted.
 if ! has_packages "$python"; then
-    if ! { [ -e "$venv/complete" ] && has_packages "$venv/bin/python" 2>/dev/null; }; then
+    if ! { [ -e "$venv/complete" ] && has_packages "$venv/bin/python"; }; then
         "$python" -c 'import venv, ensurepip' 2>/dev/null ||
             fail "$python has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)"
         mkdir -p -- "$venv" 2>/dev/null && [ -w "$venv" ] ||
