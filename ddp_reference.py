@@ -5,10 +5,11 @@
     bash run.sh --help         # the options
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-One process for each GPU runs this file. Its number is its rank; their number is the world size.
-They meet in collectives, calls that wait until every rank makes them: an all-reduce gives all ranks
-the sum of their tensors, a broadcast gives them rank 0's, an all-gather gives them everybody's.
-"DDP meet" marks these calls, "DDP differ" the places where a rank parts from the others.
+One process for each GPU runs this file. Each has a rank, counted from 0; how many there are is the
+world size. Together they are the job. They meet in collectives, calls that every rank must make: an
+all-reduce gives all ranks the sum of their tensors, a broadcast gives them rank 0's, an all-gather
+gives each everybody's. "DDP meet" marks where a step or the loop makes such a call, "DDP differ"
+where a rank does something else than the others.
 """
 
 import argparse
@@ -39,20 +40,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Imported later, it would hold the group: pytorch/pytorch#190489.
+import torch.distributed.nn  # Imported later, it makes the exit abort: pytorch/pytorch#190489.
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 
 # ---- Your task: data, net, optimizer and loss. To train what is yours, change this part.
@@ -86,8 +80,9 @@ class SyntheticDataset(Dataset):
 class ConvNet(nn.Sequential):
     """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L).
 
-    The convolutions have no bias, as BatchNorm would take it away again. Its gradient would be only
-    rounding error, which differs with the number of ranks, and which Adam makes into full steps.
+    The convolutions have no bias, as BatchNorm would take it away again. The gradient of such a
+    bias is only rounding error. It differs with the number of ranks, and Adam would make full steps
+    of it.
     """
 
     def __init__(self, num_classes=3):
@@ -115,9 +110,7 @@ def batch_sums(logits, y):
     the first with its graph. They are sums because means cannot be added up over ranks.
     """
     if y.is_floating_point():  # cross_entropy would take them for probabilities
-        raise TypeError(
-            "labels must be integers; a regression has its own batch_sums, count_labels"
-        )
+        raise TypeError("labels must be integers; a regression has its own batch_sums")
     loss_sum = F.cross_entropy(logits, y, reduction="sum")
     predicted = logits.detach().max(dim=1).indices  # argmax takes ten times as long on a CPU
     return loss_sum, (predicted == y).sum()
@@ -125,15 +118,15 @@ def batch_sums(logits, y):
 
 @dataclasses.dataclass
 class Task:
-    """What a job trains. The first dimension of x, y and the module's output is the sample.
+    """What a job trains. The first dimension of x, y and the module's output counts samples.
 
-    train_set, val_set: map-style datasets of pairs (x, y), or IterableDatasets as ShardStream, that
-        split themselves by rank and loader worker and seed by both what they draw. To train on,
-        these have samples_per_epoch, counted over all ranks, and set_epoch(epoch, start).
+    train_set, val_set: map-style datasets of pairs (x, y), or IterableDatasets, as ShardStream is,
+        that split themselves by rank and loader worker and draw with a seed made from both. To
+        train on, these have samples_per_epoch, over all ranks, and set_epoch(epoch, start).
     module, optimizer: the module is on the device.
     count_labels, batch_sums: see these functions. metric: the name of what the latter counts.
-    lr_factor: by what every learning rate is multiplied, as a function of the epochs done, a real
-        number. As it needs nothing else, a schedule is the same after any stop.
+    lr_factor: a function of the epochs done so far, a real number, by which each learning rate is
+        multiplied. As it needs nothing else, a schedule is the same after any stop.
     collate_fn: of the DataLoader.
     """
 
@@ -172,16 +165,16 @@ class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
     The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all
-    ranks know it. With global_batch_size, the samples of one step over all ranks, the positions in
-    this order are dealt out anew in each step: of W ranks, rank r reads the step's positions r,
-    r + W, r + 2W, ... So the steps are the same on any number of ranks, no sample is repeated, and
-    one number, `start`, says how far the job has come.
+    ranks know it. global_batch_size is the number of samples of one step over all ranks. In each
+    step its positions in the order are dealt out anew: of W ranks, rank r reads the step's
+    positions r, r + W, r + 2W, ... So the steps are the same on any number of ranks, no sample is
+    repeated, and one number, `start`, says how far the job has come.
 
-    Without it the indices are those of torch.utils.data.DistributedSampler, which repeats samples
-    until all ranks have equally many. Arguments and attributes are torch's, too. This one needs 4
-    bytes a sample; torch's holds a list of Python integers (pytorch/pytorch#45427).
+    Without global_batch_size the indices are those of torch.utils.data.DistributedSampler, which
+    repeats samples until all ranks have equally many. Arguments and attributes are torch's, too.
+    This one needs 4 bytes a sample; torch's holds a list of integers (pytorch/pytorch#45427).
 
-    drop_last: leave out the last samples if they do not fill a step, or give each rank one.
+    drop_last: leave out a last step that is not full (without global_batch_size: one a rank).
     Raises ValueError for a rank or start out of range, TypeError for a dataset without a length.
     """
 
@@ -265,12 +258,12 @@ def show_case(title, num_samples, with_sampler=True, set_epoch=False, drop_last=
             sampler = DistributedSampler(dataset, 2, rank, drop_last=drop_last)
             sampler.set_epoch(epoch if set_epoch else 0)
             indices = sampler if with_sampler else dataset
-            batches = BatchSampler(indices, 4, drop_last)
+            batches = torch.utils.data.BatchSampler(indices, 4, drop_last)
             print(f"  epoch {epoch}  rank {rank} ", *batches)
 
 
 def show_cases():
-    """Show the sampler at work: the faults that it is there for, and what each argument does."""
+    """Show the sampler at work, without global_batch_size, so that torch's does the same."""
     show_case("1: no sampler: every rank reads everything", 8, with_sampler=False)
     show_case("2: with the sampler: ranks split the data, the same way every epoch", 8)
     show_case("3: set_epoch: a new split each epoch", 8, set_epoch=True)
@@ -288,12 +281,12 @@ def forward(model, x, y, batch_sums, count_labels, amp):
 
     loss_sum has its graph. sums has none: it is float64 (3,) on the device, the sum of the losses,
     of the correct labels and of the labels, to be added up over micro-batches, steps and ranks.
-    If y is empty, x is a stand-in: one sample, run by a rank that has none left because all ranks
-    must take part. It counts nowhere.
+    If y is empty, x is a stand-in: one sample that a rank runs when it has none left, because all
+    ranks must take part in the collectives of a step. It counts nowhere.
     """
     SyncBatchNorm.is_stand_in = len(y) == 0
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=amp):
-        logits = model(x)  # DDP meet: broadcast of rank 0's buffers, once a step
+        logits = model(x)  # DDP meet: rank 0's buffers are broadcast, once a step
         loss_sum, correct = batch_sums(logits[: len(y)], y)
     sums = torch.stack([loss_sum.double(), correct, count_labels(y)])
     return loss_sum, sums.detach()
@@ -304,15 +297,15 @@ def train_step(
     optimizer,
     micro_batches,
     seed,
+    clip_grad_norm=None,
     *,
     batch_sums=batch_sums,
     count_labels=count_labels,
-    clip_grad_norm=None,
     amp=False,
 ):
     """Make one optimizer step of the job, from this rank's share of the global batch.
 
-    Its gradient is that of the mean loss over all labels of the global batch, however they are
+    The gradient is that of the mean loss over all labels of the global batch, however they are
     spread over ranks and micro-batches. A mean of the means over each micro-batch would be another
     gradient wherever these have unequally many labels (huggingface/transformers#34242).
 
@@ -321,25 +314,25 @@ def train_step(
     clip_grad_norm: scale the gradient down to this norm if it is larger.
     Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
     """
-    labels = sum(count_labels(y) for _, y in micro_batches)
-    labels_reduced = dist.all_reduce(labels, async_op=True)  # DDP meet: while forward() runs
+    num_labels = sum(count_labels(y) for _, y in micro_batches)
+    pending = dist.all_reduce(num_labels, async_op=True)  # DDP meet: during forward()
     seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
     sums = 0
     for i, (x, y) in enumerate(micro_batches, start=1):
-        # Before the last micro-batch gradients are added up here, without an all-reduce. Without
-        # DDP, under --parallel dp, there is none at all.
-        is_last = i == len(micro_batches) or not isinstance(model, DistributedDataParallel)
-        with contextlib.nullcontext() if is_last else model.no_sync():
+        # Only the last backward all-reduces. Before it no_sync() lets gradients add up here.
+        # nn.DataParallel (--parallel dp) has no no_sync() and needs none.
+        syncs = i == len(micro_batches) or not isinstance(model, DistributedDataParallel)
+        with contextlib.nullcontext() if syncs else model.no_sync():
             loss_sum, micro_batch_sums = forward(model, x, y, batch_sums, count_labels, amp)
-            labels_reduced.wait()  # Now these are the labels of all ranks. (A GPU's stream waits.)
-            # In backward DDP divides the sum of the gradients by the world size: hence the factor,
-            # so that the divisor is the labels of all ranks. Without any label the gradient is 0.
-            loss = loss_sum * dist.get_world_size() / labels.clamp(min=1)
+            pending.wait()  # Now num_labels counts the labels of all ranks. (A GPU's stream waits.)
+            # DDP divides the sum of the gradients by the world size. The factor undoes that: what
+            # is left is the sum over all ranks, divided by all labels. Without any label it is 0.
+            loss = loss_sum * dist.get_world_size() / num_labels.clamp(min=1)
             loss.backward()  # DDP meet: all-reduce of the gradients, with the last micro-batch
         sums += micro_batch_sums
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-    seed_generators(*seed)  # An optimizer that rounds at random rounds alike on all ranks.
+    seed_generators(*seed)  # The same on all ranks, for an optimizer that draws random numbers.
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # So gradients stay in the memory that DDP reduces.
     return sums
@@ -368,13 +361,15 @@ def evaluate(
 ):
     """Return [loss, accuracy] over the batches of all ranks; some ranks may have more than others.
 
-    module: the bare one. The wrapper's forward is a collective, which a rank without a batch would
-    miss. It is left in eval mode. Without any label both results are nan.
+    module: the bare one, not the one in DDP, whose forward is a collective, which a rank without a
+    batch would miss. The module is left in eval mode. Without any label both results are nan.
     """
     for buffer in module.buffers():
-        from_rank_0 = buffer.clone()  # gloo sends a slice of another tensor wrongly.
-        dist.broadcast(from_rank_0, src=0)  # DDP meet: all use rank 0's statistics of BatchNorm
-        buffer.copy_(from_rank_0)
+        received = buffer.clone()  # gloo sends a buffer that is a slice of a tensor wrongly.
+        dist.broadcast(
+            received, src=0
+        )  # DDP meet: with --local-bn each rank has its own statistics
+        buffer.copy_(received)
     module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
@@ -439,8 +434,8 @@ class Normalize(torch.autograd.Function):
 
     Let g be the gradient of the output, v the normalised x and n the count. For fixed statistics
     the gradient of x is weight / std * g. As each x moves mean and variance, too, it loses
-    weight / std * (sum(g) + v * sum(g * v)) / n, where the sums are over all ranks. These are the
-    gradients of bias and weight.
+    weight / std * (sum(g) + v * sum(g * v)) / n. The two sums, over all ranks, are the gradients
+    of bias and weight. What this returns for these is of one rank; DDP adds them up.
     """
 
     @staticmethod
@@ -483,11 +478,11 @@ def train(args, device, make_task, watchdog):
     seed_generators(args.seed)  # All ranks make the same net, and the same random split.
     task = make_task(args, device)
     module, optimizer = task.module, task.optimizer
-    own_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+    base_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     identity = identify(task, args)
     refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
     first_epoch, samples_read, sums_before = resume(identity, task, args)  # DDP meet: broadcast
-    example = [tensor.to(device) for tensor in on_rank_0(first_sample_twice, task)]  # DDP meet
+    example = [tensor.to(device) for tensor in from_rank_0(first_sample_twice, task)]  # DDP meet
     options = {"batch_sums": task.batch_sums, "count_labels": task.count_labels, "amp": args.amp}
     model = wrap(module, example, options, args)
     stand_in = example[0][:1], example[1][:0]
@@ -500,7 +495,7 @@ def train(args, device, make_task, watchdog):
 
     for epoch in range(first_epoch, args.epochs):
         set_epoch(epoch, samples_read)  # before iter(), by which loader workers begin to read
-        batches = iter(loader)
+        batches = iter(loader)  # Not looped over: a short last step has no batch for some ranks.
         sums = torch.zeros(3, dtype=torch.float64, device=device)
         first, began = samples_read, time.perf_counter()
         model.train()
@@ -508,10 +503,10 @@ def train(args, device, make_task, watchdog):
             watchdog.reset()
             step_size = min(args.global_batch_size, num_samples - start)
             micro_batches = read_share(batches, stand_in, step_size, device, args)
-            set_learning_rates(optimizer, own_groups, task.lr_factor(epoch + start / num_samples))
-            seed, clip = (args.seed, epoch, start), args.clip_grad_norm
+            set_learning_rates(optimizer, base_groups, task.lr_factor(epoch + start / num_samples))
+            seed = args.seed, epoch, start
             sums += train_step(
-                model, optimizer, micro_batches, seed, clip_grad_norm=clip, **options
+                model, optimizer, micro_batches, seed, args.clip_grad_norm, **options
             )
             samples_read = start + step_size
             if sys.stdout.isatty():
@@ -520,14 +515,14 @@ def train(args, device, make_task, watchdog):
                 print_on_rank_0(f"{progress} | {rate:.1f} samples/s", end="  \r")
             if args.checkpoint_every and step % args.checkpoint_every == 0:
                 job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
-                save_job(identity, task, own_groups, (epoch, samples_read, job_sums), args)
+                save_job(identity, task, base_groups, (epoch, samples_read, job_sums), args)
         job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
         rate = (samples_read - first) / (time.perf_counter() - began)
         val_batches = watchdog.watch(val_loader)
         val_loss_and_metric = evaluate(module, val_batches, device, **options)
         print_epoch(epoch, job_sums, val_loss_and_metric, task.metric, rate)
         samples_read, sums_before = 0, torch.zeros(3, dtype=torch.float64)
-        save_job(identity, task, own_groups, (epoch + 1, samples_read, sums_before), args)
+        save_job(identity, task, base_groups, (epoch + 1, samples_read, sums_before), args)
     print_on_rank_0(f"parameters sha256 {digest(module)}")
 
 
@@ -543,19 +538,25 @@ def wrap(module, example, options, args):
 
 
 def read_share(batches, stand_in, step_size, device, args):
-    """Return this rank's micro-batches of a step, filled up to as many as other ranks have."""
+    """Return this rank's micro-batches of a step, with stand-ins as many as other ranks have.
+
+    Raises ValueError if the loader gives another number of samples than the rank's share.
+    """
     batch = next(batches, stand_in)  # DDP differ: a short last step has none for some ranks
     x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
+    share = len(range(dist.get_rank(), step_size, args.world_size))
+    if len(y) != share:
+        raise ValueError(f"the loader gave {len(y)} samples, but this rank's share is {share}")
     size = args.micro_batch_size
     micro_batches = list(zip(x.split(size), y.split(size), strict=True))
     largest_share = math.ceil(step_size / args.world_size)
     return micro_batches + [stand_in] * (math.ceil(largest_share / size) - len(micro_batches))
 
 
-def set_learning_rates(optimizer, own_groups, factor):
+def set_learning_rates(optimizer, base_groups, factor):
     """Set the learning rates to the task's own, multiplied by a factor."""
-    for group, own_group in zip(optimizer.param_groups, own_groups, strict=True):
-        group["lr"] = own_group["lr"] * factor
+    for group, base_group in zip(optimizer.param_groups, base_groups, strict=True):
+        group["lr"] = base_group["lr"] * factor
 
 
 def print_epoch(epoch, job_sums, val_loss_and_metric, metric, rate):
@@ -571,10 +572,10 @@ def print_epoch(epoch, job_sums, val_loss_and_metric, metric, rate):
     )
 
 
-def print_on_rank_0(text, **options):
-    """Print for the whole job, with print's options."""
+def print_on_rank_0(text, **keywords):
+    """Print for the whole job, with print's keywords."""
     if dist.get_rank() == 0:  # DDP differ
-        print(text, flush=True, **options)
+        print(text, flush=True, **keywords)
 
 
 # ---- The processes
@@ -583,7 +584,7 @@ class InputError(ValueError):
 
 
 @record  # puts the traceback of a failure into torchrun's report
-def worker(rank, local_rank, args, make_task, store=None):
+def run_rank(rank, local_rank, args, make_task, store=None):
     """One process of the job, the local_rank-th of its machine: device, process group, train().
 
     store: where the processes find each other; without one, torchrun's environment says where.
@@ -591,7 +592,7 @@ def worker(rank, local_rank, args, make_task, store=None):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Without it Ctrl-C would print a traceback.
     end_with_parent()
     watchdog = Watchdog(rank, args.timeout)
-    if args.world_size == args.nproc_per_node:  # On one machine, be reachable from this one only.
+    if args.world_size == args.nproc_per_node:  # One machine: be reachable from no other.
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     device = torch.device("cpu")
@@ -613,19 +614,19 @@ def worker(rank, local_rank, args, make_task, store=None):
     try:
         train(args, device, make_task, watchdog)
     except InputError as error:
-        if rank != 0:  # DDP differ: rank 0 speaks for the job, and its end is that of all.
+        if rank != 0:  # DDP differ: rank 0 speaks for the job. When it exits, all are ended.
             time.sleep(5)
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
-    # A rank that failed otherwise is not here: it would wait for ranks that wait for it
+    # Not in a `finally`: a rank that has failed would wait here for ranks that wait for it
     # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # DDP meet
 
 
 def spawned(rank, args, make_task, store_path):
-    """Run worker() in a process that launch() has started."""
+    """Run run_rank() in a process that launch() has started."""
     try:
-        worker(rank, rank, args, make_task, dist.FileStore(store_path, args.world_size))
+        run_rank(rank, rank, args, make_task, dist.FileStore(store_path, args.world_size))
     except Exception:
         # Ranks that fail only because this one is gone are ended before they print anything.
         time.sleep(1)
@@ -765,7 +766,7 @@ def count_samples(dataset):
 
 
 def identify(task, args):
-    """What all ranks have in common, and a checkpoint with the job that goes on from it."""
+    """What must be equal on all ranks, and in a checkpoint and the job that resumes from it."""
     identity = {
         "the dataset": type(task.train_set).__name__,
         "the number of samples": count_samples(task.train_set),
@@ -813,7 +814,7 @@ def resume(identity, task, args):
     read, and what they came to over all ranks, float64 (3,) on the CPU.
     Raises InputError if the file is damaged or of another job, and says in what it differs.
     """
-    content = on_rank_0(read_checkpoint, args.checkpoint)
+    content = from_rank_0(read_checkpoint, args.checkpoint)
     if content is None:
         return 0, 0, torch.zeros(3, dtype=torch.float64)
     state = load_checkpoint(args.checkpoint, io.BytesIO(content))
@@ -832,19 +833,19 @@ def resume(identity, task, args):
     return state["progress"]
 
 
-def save_job(identity, task, own_groups, progress, args):
+def save_job(identity, task, base_groups, progress, args):
     """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
 
-    own_groups: the optimizer's param groups as the task has made them. What has changed since then
-    is progress, a counter of steps, say, and is kept. The rest, as the weight decay, is decided
-    anew by whoever resumes, and so is the learning rate.
+    base_groups: the optimizer's param groups as the task has made them. What has changed since,
+    as a counter of steps, is saved. The rest, as the weight decay, and the learning rate are the
+    next command line's.
     """
     if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
         return
     optimizer = task.optimizer.state_dict()
     changed = []
-    for group, own_group in zip(optimizer["param_groups"], own_groups, strict=True):
-        names = [name for name in group if name != "lr" and group[name] != own_group.get(name)]
+    for group, base_group in zip(optimizer["param_groups"], base_groups, strict=True):
+        names = [name for name in group if name != "lr" and group[name] != base_group.get(name)]
         changed.append({name: group[name] for name in names})
     state = {
         "identity": identity,
@@ -861,12 +862,12 @@ def settle_buckets(model, x, y, **options):
     """Have DDP decide before the first step how it groups the gradients for its all-reduces.
 
     In its first backward DDP sees in which order gradients come, and then groups them anew. The
-    groups, its buckets, decide in which order the ranks are added up. So a job resumed on three or
-    more ranks would take its first step with other groups than the uninterrupted job took that
-    step with, and differ in the last bit.
+    groups, its buckets, decide in which order the ranks are added up. Without this, the first step
+    after resuming would have the first groups, where the uninterrupted job had the second ones. On
+    three or more ranks that changes the last bit.
 
-    x, y: any samples, the same on all ranks; two, for BatchNorm may refuse one. options: the
-    other arguments of forward(). The module is left as it was, in training mode.
+    x, y: any samples, the same on all ranks; two, for BatchNorm may refuse one. options: the other
+    arguments of forward(). The module is left as it was, in training mode.
     """
     model.train()
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -898,7 +899,7 @@ def digest(module):
     return sha256.hexdigest()
 
 
-def on_rank_0(function, *args):
+def from_rank_0(function, *args):
     """Call function(*args) on rank 0; every rank returns its result, or raises its InputError.
 
     So the others need not see the files. The result is pickled; with NCCL it goes through the GPU.
@@ -962,14 +963,14 @@ def make_loader(task, device, args, training):
             items.set_epoch(epoch)
 
     share = len(range(dist.get_rank(), args.global_batch_size, args.world_size))  # DDP differ
-    options = {}
+    workers = {}
     if args.num_workers > 0:
-        # The dataset's tensors go to the workers by file name: a process may open only so many.
+        # Tensors go to the workers by file name, as a process may not keep many files open.
         mp.set_sharing_strategy("file_system")
-        options = {
+        workers = {
             # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks.
             "multiprocessing_context": "spawn",
-            # A stream of yours learns of the next epoch when its workers are started anew.
+            # A kept worker would not learn from a stream's set_epoch() that an epoch begins.
             "persistent_workers": not is_stream or isinstance(dataset, ShardStream),
             "worker_init_fn": end_with_parent,
         }
@@ -980,7 +981,7 @@ def make_loader(task, device, args, training):
         collate_fn=task.collate_fn,
         pin_memory=device.type == "cuda",
         num_workers=args.num_workers,
-        **options,
+        **workers,
     )
     return loader, set_epoch
 
@@ -1230,7 +1231,7 @@ def main(argv, make_task=make_task, parser=None):
     decide_batches(args, parser.error)
     if not dist.is_torchelastic_launched():
         return launch(args, make_task)
-    worker(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args, make_task)
+    run_rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), args, make_task)
 
 
 if __name__ == "__main__":

@@ -131,13 +131,13 @@ def job(options, task=ddp.make_task, stop_at=None, terminal=False):
     result = types.SimpleNamespace(x_sums=[], labels=[], resets=0)
     train_step = ddp.train_step
 
-    def noting_step(model, optimizer, micro_batches, seed, **options):
+    def noting_step(model, optimizer, micro_batches, *args, **options):
         result.state_dict = model.module.state_dict()  # the net's own tensors, no copies
         if len(result.x_sums) + 1 == stop_at:
             raise InterruptedError
         result.x_sums.append([x.sum().item() for x, _ in micro_batches])
         result.labels.append([y.numel() for _, y in micro_batches])
-        return train_step(model, optimizer, micro_batches, seed, **options)
+        return train_step(model, optimizer, micro_batches, *args, **options)
 
     class Watchdog(ddp.Watchdog):
         def __init__(self):
@@ -1350,6 +1350,23 @@ def task_of_2600_tensors(args, device):
     return with_sgd(args, data, data[:1], nn.Conv1d(3, 3, 1))
 
 
+class ShortStream(torch.utils.data.IterableDataset):
+    """A stream that promises 44 samples and gives 30."""
+
+    samples_per_epoch = 44
+
+    def set_epoch(self, epoch, start):
+        pass
+
+    def __iter__(self):
+        return iter([(torch.zeros(3, 8), torch.zeros(8, dtype=torch.int64))] * 30)
+
+
+def task_of_a_short_stream(args, device):
+    """A task that trains on it."""
+    return with_sgd(args, ShortStream(), ddp.SyntheticDataset(4, 8), plain_net())
+
+
 def job_of_unequal_ranks(options, *options_of_ranks):
     """Return the error of a job whose ranks have other options."""
     return error_of_job(f"{options} {options_of_ranks[dist.get_rank()]}")
@@ -1363,6 +1380,13 @@ class TheJob(Test):
             options = f"{SMALL} --seed 7 --lr 0.02 --global-batch-size 4 --local-bn"
             [trained] = on_ranks(1, plainly_seeded_job, f"{options} --parallel {parallel}")
             self.assertIn(expected, trained.out)
+
+    def test_data_parallel_adds_up_micro_batches_as_ddp_does(self):
+        options = f"{SMALL} --local-bn --micro-batch-size 5 --parallel"
+
+        ddp_job, dp_job = (job_on_ranks(1, f"{options} {parallel}") for parallel in ("ddp", "dp"))
+
+        self.assertEqual(lines_without_speed(dp_job.out), lines_without_speed(ddp_job.out))
 
     def test_each_option_changes_what_is_trained(self):
         options = (
@@ -1443,6 +1467,13 @@ class TheJob(Test):
             task = functools.partial(task_of, label, num_val_samples)
             for error in on_ranks(2, error_of_job, options, task):
                 self.assertRegex(error, f"^InputError: {message}")
+
+    def test_a_stream_that_gives_less_than_it_promised_is_an_error(self):
+        [error] = on_ranks(1, error_of_job, "", task_of_a_short_stream)
+
+        self.assertEqual(
+            error, "ValueError: the loader gave 6 samples, but this rank's share is 20"
+        )
 
     def test_labels_that_are_no_integers_are_refused(self):
         for error in on_ranks(2, error_of_job, "", functools.partial(task_of, 0.5, 1)):
@@ -2185,7 +2216,7 @@ class OnGPUs(Test):
 
     def test_a_launcher_that_shows_each_process_a_gpu_of_its_own_may_ask_for_nccl(self):
         script = self.script(
-            "ddp.worker = lambda rank, local_rank, args, task: print(args.backend)"
+            "ddp.run_rank = lambda rank, local_rank, args, task: print(args.backend)"
         )
         environ = {
             "TORCHELASTIC_RUN_ID": "1",
