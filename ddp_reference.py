@@ -309,7 +309,8 @@ def train_step(
     spread over ranks and micro-batches. A mean of the means over each micro-batch would be another
     gradient wherever these have unequally many labels (huggingface/transformers#34242).
 
-    micro_batches: a list of pairs (x, y), equally many on all ranks; see forward() for a stand-in.
+    All ranks call it equally often, with equally many micro_batches, a list of pairs (x, y). See
+    forward() for a stand-in, read_share() for where it comes from.
     seed: a tuple of integers from 0 on, the same on all ranks, and another for each step.
     clip_grad_norm: scale the gradient down to this norm if it is larger.
     Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
@@ -361,6 +362,8 @@ def evaluate(
 ):
     """Return [loss, accuracy] over the batches of all ranks; some ranks may have more than others.
 
+    All ranks call it. Each sample is to be in a batch of one rank: a DistributedSampler without
+    global_batch_size would repeat some.
     module: the bare one, not the one in DDP, whose forward is a collective, which a rank without a
     batch would miss. The module is left in eval mode. Without any label both results are nan.
     """
@@ -462,7 +465,7 @@ class Normalize(torch.autograd.Function):
 
 
 def sync_batch_norm(module):
-    """Turn a module's BatchNorm layers into SyncBatchNorm; parameters, names and hooks stay.
+    """Turn a module's BatchNorm layers into SyncBatchNorm, in place; their parameters stay.
 
     Layers with a forward of their own, or without running statistics, are left as they are.
     """
@@ -488,7 +491,7 @@ def train(args, device, make_task, watchdog):
     stand_in = example[0][:1], example[1][:0]
     loader, set_epoch = make_loader(task, device, args, training=True)
     val_loader, _ = make_loader(task, device, args, training=False)
-    num_samples = count_samples(task.train_set)
+    num_samples, micro_batch_size = count_samples(task.train_set), args.micro_batch_size
     end = num_samples
     if args.drop_last:
         end -= args.global_batch_size - 1  # A step that begins from there on would not be full.
@@ -502,7 +505,7 @@ def train(args, device, make_task, watchdog):
         for step, start in enumerate(range(samples_read, end, args.global_batch_size), 1):
             watchdog.reset()
             step_size = min(args.global_batch_size, num_samples - start)
-            micro_batches = read_share(batches, stand_in, step_size, device, args)
+            micro_batches = read_share(batches, stand_in, step_size, micro_batch_size, device)
             set_learning_rates(optimizer, base_groups, task.lr_factor(epoch + start / num_samples))
             seed = args.seed, epoch, start
             sums += train_step(
@@ -537,20 +540,21 @@ def wrap(module, example, options, args):
     return model
 
 
-def read_share(batches, stand_in, step_size, device, args):
+def read_share(batches, stand_in, step_size, micro_batch_size, device):
     """Return this rank's micro-batches of a step, with stand-ins as many as other ranks have.
 
-    Raises ValueError if the loader gives another number of samples than the rank's share.
+    batches: the iterator of a loader whose batches are this rank's shares. step_size: the samples
+    of the step over all ranks. Raises ValueError if the loader gives fewer or more.
     """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = next(batches, stand_in)  # DDP differ: a short last step has none for some ranks
     x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-    share = len(range(dist.get_rank(), step_size, args.world_size))
+    share = len(range(rank, step_size, world_size))
     if len(y) != share:
         raise ValueError(f"the loader gave {len(y)} samples, but this rank's share is {share}")
-    size = args.micro_batch_size
-    micro_batches = list(zip(x.split(size), y.split(size), strict=True))
-    largest_share = math.ceil(step_size / args.world_size)
-    return micro_batches + [stand_in] * (math.ceil(largest_share / size) - len(micro_batches))
+    micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True))
+    most = math.ceil(math.ceil(step_size / world_size) / micro_batch_size)  # that any rank has
+    return micro_batches + [stand_in] * (most - len(micro_batches))
 
 
 def set_learning_rates(optimizer, base_groups, factor):
@@ -727,7 +731,8 @@ def save_checkpoint(path, state):
     """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
 
     A process that is killed in between leaves a file beside it, PATH with 32 digits. What
-    load_checkpoint() would refuse to read is refused here, with torch.load's error.
+    load_checkpoint() would refuse to read is refused here, with torch.load's error: state is made
+    of tensors and plain Python values.
     """
     path = os.path.realpath(path)  # A link stays a link.
     temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
@@ -748,11 +753,13 @@ def load_checkpoint(path, file=None):
     """Return what save_checkpoint() has written, with its tensors on the CPU.
 
     file: a file object with the content of path, if it has been read already.
-    Raises InputError if it is damaged. Nothing that it contains is executed.
+    Raises InputError if it is damaged, FileNotFoundError. Nothing that it contains is executed.
     """
     try:
         # To the CPU: otherwise every rank's copy lands on GPU 0 (pytorch/examples#969).
         return torch.load(file or path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
     except Exception as error:  # Which one depends on where the damage is.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{path} is damaged or not a checkpoint ({reason})") from error
@@ -858,7 +865,7 @@ def save_job(identity, task, base_groups, progress, args):
     save_checkpoint(args.checkpoint, state)
 
 
-def settle_buckets(model, x, y, **options):
+def settle_buckets(model, x, y, batch_sums=batch_sums, count_labels=count_labels, amp=False):
     """Have DDP decide before the first step how it groups the gradients for its all-reduces.
 
     In its first backward DDP sees in which order gradients come, and then groups them anew. The
@@ -866,12 +873,12 @@ def settle_buckets(model, x, y, **options):
     after resuming would have the first groups, where the uninterrupted job had the second ones. On
     three or more ranks that changes the last bit.
 
-    x, y: any samples, the same on all ranks; two, for BatchNorm may refuse one. options: the other
-    arguments of forward(). The module is left as it was, in training mode.
+    x, y: any samples, the same on all ranks; two, for BatchNorm may refuse one. The module is left
+    as it was, in training mode.
     """
     model.train()
     buffers = [buffer.clone() for buffer in model.buffers()]
-    loss_sum, _ = forward(model, x, y, **options)
+    loss_sum, _ = forward(model, x, y, batch_sums, count_labels, amp)
     loss_sum.backward()
     model.zero_grad(set_to_none=False)
     with torch.no_grad():

@@ -554,10 +554,9 @@ def wrapped_net(make_net=plain_net):
 def share_of_rank(x, y, micro_batch_size):
     """Return this rank's micro-batches of a step on all of (x, y)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    args = types.SimpleNamespace(micro_batch_size=micro_batch_size, world_size=world_size)
     share = x[rank::world_size], y[rank::world_size]
     batches = iter([share] if len(share[0]) else [])
-    return ddp.read_share(batches, (x[:1], y[:0]), len(x), CPU, args)
+    return ddp.read_share(batches, (x[:1], y[:0]), len(x), micro_batch_size, CPU)
 
 
 def step_on_a_share(x, y, micro_batch_size, **options):
@@ -1968,9 +1967,10 @@ def use_sampler(module, folder):
 def use_step(module, folder):
     model, optimizer = wrapped_net()
     x, y = uneven_batch()
-    share = slice(dist.get_rank(), None, dist.get_world_size())
-    sums = module.train_step(model, optimizer, [(x[share], y[share])], seed=(0,))
-    return sums, *(parameter.detach() for parameter in model.parameters())
+    share = x[dist.get_rank() :: dist.get_world_size()], y[dist.get_rank() :: dist.get_world_size()]
+    micro_batches = module.read_share(iter([share]), (x[:1], y[:0]), len(x), 4, CPU)
+    sums = module.train_step(model, optimizer, micro_batches, seed=(0,))
+    return module.all_reduce_sums(sums), *(p.detach() for p in model.parameters())
 
 
 def use_evaluate(module, folder):
@@ -1997,8 +1997,7 @@ def use_items(module, folder):
 
 def use_buckets(module, folder):
     model, _ = wrapped_net(lambda: nn.Sequential(plain_net(), nn.BatchNorm1d(3)))
-    functions = {"batch_sums": ddp.batch_sums, "count_labels": ddp.count_labels}
-    module.settle_buckets(model, *uneven_batch(), **functions, amp=False)
+    module.settle_buckets(model, *uneven_batch())
     return list(model.buffers())
 
 
