@@ -237,9 +237,13 @@ def telling_task(args, device):
     def tell(net, args, logits):
         print(net.training, logits.dtype, logits.requires_grad, logits.is_inference())
 
+    def telling_sums(logits, y):
+        print("loss in autocast:", torch.is_autocast_enabled("cpu"))
+        return ddp.batch_sums(logits, y)
+
     task = sgd_task(args, device)
     task.module.register_forward_hook(tell)
-    return task
+    return dataclasses.replace(task, batch_sums=telling_sums)
 
 
 def uneven_data(num_samples):
@@ -777,6 +781,14 @@ def share_through_net(shares, x, gradient, options):
     return results
 
 
+def single_value():
+    """Return what a single sample of features becomes, and the running statistics."""
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    ddp.sync_batch_norm(net)
+    ddp.SyncBatchNorm.is_stand_in = False
+    return net(torch.ones(1, 3)).detach(), net[0].running_mean, net[0].running_var
+
+
 class LayerOfItsOwn(nn.BatchNorm1d):
     """A BatchNorm that does more."""
 
@@ -817,6 +829,12 @@ class TheBatchNorm(unittest.TestCase):
 
     def test_so_they_are_far_from_zero_where_sums_of_squares_would_cancel(self):
         self.assert_same_as_one_process(1000 + torch.randn(9, 3, 2, 2), tolerance=1e-3)
+
+    def test_a_single_value_becomes_0_and_a_variance_of_0(self):
+        [(output, mean, var)] = on_ranks(1, single_value)
+
+        expected = torch.zeros(1, 3), torch.full((3,), 0.1), torch.full((3,), 0.9)
+        assert_close((output, mean, var), expected)
 
     def test_a_layer_keeps_parameters_names_and_hooks_and_in_eval_mode_its_output(self):
         net, x = net_with_batch_norm(), torch.randn(2, 3, 2, 2)
@@ -869,6 +887,24 @@ def augmented_task(args, device):
     task = ddp.make_task(args, device)
     task.train_set, task.val_set = Augmented(44, 64), Augmented(25, 64)
     return task
+
+
+def augmented_task_without_batch_norm(args, device):
+    """Augmented data, and a net that does not change with what it sees."""
+    return with_sgd(args, Augmented(44, 64), Augmented(25, 64), plain_net())
+
+
+def seeds_of_steps(options):
+    """Return the seed of each step of a job."""
+    seeds = []
+
+    def noting_step(model, optimizer, micro_batches, seed, *args, **options):
+        seeds.append(seed)
+        return torch.zeros(3) + 1
+
+    with mock.patch.object(ddp, "train_step", noting_step):
+        job(options)
+    return seeds
 
 
 def draw_of_each_generator(args, device):
@@ -974,11 +1010,19 @@ class TheNumberOfRanks(Test):
                 self.assert_same(trained, expected)
 
     def test_augmentation_is_another_in_each_epoch_of_training_but_not_of_evaluation(self):
-        trained = job_on_ranks(1, "--global-batch-size 44 --epochs 2 --lr 0", augmented_task)
+        options = "--global-batch-size 44 --epochs 2 --lr 0"
+        trained = job_on_ranks(1, options, augmented_task_without_batch_norm)
 
-        first, second = epochs_of(trained.out)
+        first, second = re.findall(r"val_loss \S+", trained.out)
+        self.assertEqual(first, second)
         self.assertNotEqual(*trained.x_sums)
-        self.assertNotIn(re.search(r"loss \S+", first)[0], second)
+
+    def test_each_step_of_each_job_has_a_seed_of_its_own(self):
+        seeds = []
+        for seed in (0, 1):
+            seeds += on_ranks(1, seeds_of_steps, f"{SMALL} --seed {seed}")[0]
+
+        self.assertEqual(len(set(seeds)), 2 * 2 * 2)  # jobs, epochs, steps
 
     def test_whatever_a_task_draws_is_the_same_on_all_ranks(self):
         one, other = on_ranks(2, drawn_by, draw_of_each_generator)
@@ -1269,6 +1313,13 @@ class TheCheckpoint(Test):
 
         self.assertEqual(out.count(f"there is no checkpoint {self.folder}/none.pt yet\n"), 1)
 
+    def test_it_is_written_after_each_of_so_many_steps(self):
+        options = f"{SMALL} --global-batch-size 8 --checkpoint-every 2"
+        options += f" --checkpoint {self.folder}/every-2"
+        job_on_ranks(1, options, stop_at=4)
+
+        self.assertIn("epoch 0, 16 samples read", job_on_ranks(1, options).out)
+
     def test_one_that_would_execute_something_does_not(self):
         folder = self.folder / "executed"
 
@@ -1366,6 +1417,30 @@ def task_of_a_short_stream(args, device):
     return with_sgd(args, ShortStream(), ddp.SyntheticDataset(4, 8), plain_net())
 
 
+class StreamOfEpochs(torch.utils.data.IterableDataset):
+    """A stream of two samples that hold nothing but the number of the epoch."""
+
+    samples_per_epoch = 2
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+
+    def __iter__(self):
+        x = torch.full((3, 8), float(self.epoch))
+        return iter([(x, torch.zeros(8, dtype=torch.int64))] * 2)
+
+
+def task_of_epochs(args, device):
+    """A task that trains on it."""
+    return with_sgd(args, StreamOfEpochs(), ddp.SyntheticDataset(4, 8), plain_net())
+
+
+def features_task(args, device):
+    """A task with BatchNorm on features, which refuses a single sample."""
+    data = [(torch.randn(3), torch.tensor(i % 3)) for i in range(8)]
+    return with_sgd(args, data, data, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
 def job_of_unequal_ranks(options, *options_of_ranks):
     """Return the error of a job whose ranks have other options."""
     return error_of_job(f"{options} {options_of_ranks[dist.get_rank()]}")
@@ -1417,6 +1492,7 @@ class TheJob(Test):
         out = job_on_ranks(1, f"{SMALL} --amp", telling_task).out
 
         self.assertNotIn("True torch.float32", out)
+        self.assertNotIn("loss in autocast: False", out)
         self.assertIn("False torch.bfloat16", out)
 
     def test_on_a_terminal_a_progress_line_redraws_itself(self):
@@ -1466,6 +1542,19 @@ class TheJob(Test):
             task = functools.partial(task_of, label, num_val_samples)
             for error in on_ranks(2, error_of_job, options, task):
                 self.assertRegex(error, f"^InputError: {message}")
+
+    def test_with_local_bn_a_net_of_features_trains(self):
+        options = "--epochs 1 --local-bn --global-batch-size 4"
+
+        self.assertIn("epoch 0 |", job_on_ranks(2, options, features_task).out)
+
+    def test_a_stream_of_ones_own_learns_of_each_epoch_also_in_loader_workers(self):
+        for num_workers in (0, 1):
+            options = f"--epochs 2 --global-batch-size 2 --num-workers {num_workers}"
+
+            trained = job_on_ranks(1, options, task_of_epochs)
+
+            self.assertEqual(trained.x_sums, [[0], [48]])
 
     def test_a_stream_that_gives_less_than_it_promised_is_an_error(self):
         [error] = on_ranks(1, error_of_job, "", task_of_a_short_stream)
@@ -1575,6 +1664,12 @@ ddp.train = train
 if __name__ == "__main__":
     del os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads(6)  # as on 6 cores
+"""
+
+REFUSE_WITH_THREADS = """
+def train(*args):
+    raise ddp.InputError(os.environ["OMP_NUM_THREADS"])
+ddp.train = train
 """
 
 WAIT_FOR_THE_END_OF_THE_LAUNCHER = """
@@ -1698,6 +1793,11 @@ class InTheRanks(Test):
 
     def test_they_share_the_cores(self):
         self.assertEqual(self.out.count("3 threads"), 2)  # each half of 6
+
+    def test_threads_that_the_user_has_set_stay(self):
+        _, err = run(self.script(REFUSE_WITH_THREADS, "threads"), status=2, OMP_NUM_THREADS="3")
+
+        self.assertEqual(err, "threads.py: error: 3\n")
 
     def test_on_one_machine_they_listen_on_the_loopback_address_alone(self):
         self.assertEqual(self.out.count("listening on {'127.0.0.1'}"), 2)
@@ -1908,6 +2008,28 @@ class TheShards(Test):
         steps = zip(*(rank.labels for rank in ranks), strict=True)
         samples = [sum(map(sum, step)) / 4 for step in steps]
         self.assertEqual(samples, [12, 4, 12, 12, 12, 4])  # after the first 24 of 40
+
+    def test_ranks_without_a_shard_to_evaluate_on_take_part(self):
+        shards = f"{self.folder}/*.tar --val-shards {self.folder}/00.tar --samples-per-epoch 12"
+
+        out = job_on_ranks(3, f"--epochs 1 --global-batch-size 12 --shards {shards}").out
+
+        self.assertIn("epoch 0 |", out)
+
+    def test_a_job_with_loader_workers_goes_on_with_its_streams_in_the_next_epoch(self):
+        shards = f"{self.folder}/*.tar --val-shards {self.folder}/*.tar --samples-per-epoch 24"
+        options = f"--epochs 2 --global-batch-size 12 --shards {shards} --num-workers"
+
+        none, one = (job_on_ranks(1, f"{options} {n}").x_sums for n in (0, 1))
+
+        self.assertEqual(none, one)
+
+    def test_shards_are_drawn_at_random(self):
+        shards = ddp.draw_shards(list("abcde"), np.random.default_rng(0))
+        drawn = [str(shard) for shard in itertools.islice(shards, 50)]
+
+        self.assertEqual(set(drawn), set("abcde"))
+        self.assertNotEqual(drawn[:5], drawn[5:10])
 
     def test_what_is_no_shard_is_an_error_that_names_file_and_member(self):
         shard, path = (self.folder / "00.tar").read_bytes(), self.folder / "bad"
@@ -2125,6 +2247,17 @@ class TheCommandLine(Test):
             with self.subTest(option):
                 name, value = option.split("=")
                 self.assertRegex(self.refusal(option), f"argument {name}: .*{value}")
+
+    def test_the_defaults_are_those_that_the_help_says(self):
+        parser = ddp.make_parser()
+        said = re.findall(
+            r"--([a-z-]+) [A-Z_]+\s(?:(?!--)[^\[])*\[([\d.]+)\]", parser.format_help()
+        )
+
+        self.assertGreater(len(said), 6)
+        for name, value in said:
+            default = vars(parser.parse_args([]))[name.replace("-", "_")]
+            self.assertEqual(str(default), value, name)
 
     def test_options_that_cannot_work_are_refused(self):
         for options, message in {
