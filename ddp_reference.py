@@ -357,21 +357,18 @@ def all_reduce_sums(sums):
 
 
 @torch.no_grad()
-def evaluate(
-    module, loader, device, *, batch_sums=batch_sums, count_labels=count_labels, amp=False
-):
+def evaluate(module, loader, device, batch_sums=batch_sums, count_labels=count_labels, amp=False):
     """Return [loss, accuracy] over the batches of all ranks; some ranks may have more than others.
 
     All ranks call it. Each sample is to be in a batch of one rank: a DistributedSampler without
     global_batch_size would repeat some.
-    module: the bare one, not the one in DDP, whose forward is a collective, which a rank without a
+
+    module: the bare one. The forward of the one in DDP is a collective, which a rank without a
     batch would miss. The module is left in eval mode. Without any label both results are nan.
     """
     for buffer in module.buffers():
         received = buffer.clone()  # gloo sends a buffer that is a slice of a tensor wrongly.
-        dist.broadcast(
-            received, src=0
-        )  # DDP meet: with --local-bn each rank has its own statistics
+        dist.broadcast(received, src=0)  # DDP meet: with --local-bn each rank has others
         buffer.copy_(received)
     module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -507,10 +504,8 @@ def train(args, device, make_task, watchdog):
             step_size = min(args.global_batch_size, num_samples - start)
             micro_batches = read_share(batches, stand_in, step_size, micro_batch_size, device)
             set_learning_rates(optimizer, base_groups, task.lr_factor(epoch + start / num_samples))
-            seed = args.seed, epoch, start
-            sums += train_step(
-                model, optimizer, micro_batches, seed, args.clip_grad_norm, **options
-            )
+            seed, clip_grad_norm = (args.seed, epoch, start), args.clip_grad_norm
+            sums += train_step(model, optimizer, micro_batches, seed, clip_grad_norm, **options)
             samples_read = start + step_size
             if sys.stdout.isatty():
                 rate = (samples_read - first) / (time.perf_counter() - began)
