@@ -1694,7 +1694,8 @@ $"""
 
         out, err = run(SCRIPT, "--length", 300, TMPDIR=str(folder))
 
-        out = re.sub(r"(?m)^\[Gloo\].*\n", "", out)  # PyTorch 2.9 prints it.
+        if "[Gloo]" in out:  # PyTorch 2.9 prints lines of gloo first, one in the other.
+            out = out[out.index("ddp on") :]
         self.assertRegex(out, self.REPORT)
         self.assert_learned(out)
         self.assertEqual((err, list(folder.glob("tmp*"))), ("", []))
