@@ -617,6 +617,10 @@ def run_rank(rank, local_rank, args, make_task, store=None):
             time.sleep(5)
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
+    except Exception:
+        # Ranks that fail only because this one is gone are ended before they report anything.
+        time.sleep(1)
+        raise
     # Not in a `finally`: a rank that has failed would wait here for ranks that wait for it
     # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # DDP meet
@@ -627,8 +631,6 @@ def spawned(rank, args, make_task, store_path):
     try:
         run_rank(rank, rank, args, make_task, dist.FileStore(store_path, args.world_size))
     except Exception:
-        # Ranks that fail only because this one is gone are ended before they print anything.
-        time.sleep(1)
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -2294,7 +2294,8 @@ class TheCommandLine(Test):
             self.assertIn("start the processes with torchrun", self.refusal(""))
 
     def test_gpus_that_do_not_start_are_refused_with_the_way_out(self):
-        with mock.patch.object(torch.cuda, "device_count", lambda: 2):
+        found_but_not_started = {"device_count": lambda: 2, "is_available": lambda: False}
+        with mock.patch.multiple(torch.cuda, **found_but_not_started):
             self.assertIn("CUDA_VISIBLE_DEVICES= trains without", self.refusal(""))
 
     def test_a_pytorch_that_is_too_old_is_refused(self):
