@@ -148,9 +148,8 @@ def make_task(args, device):
     random split is the same everywhere. Files that are listed from a disk must be sorted.
     """
     if args.shards:
-        train_set = ShardStream(
-            args.shards, args.samples_per_epoch, args.global_batch_size, seed=args.seed
-        )
+        epoch_and_step = args.samples_per_epoch, args.global_batch_size
+        train_set = ShardStream(args.shards, *epoch_and_step, seed=args.seed)
         val_set = ShardStream(args.val_shards)
     else:
         train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
@@ -161,6 +160,11 @@ def make_task(args, device):
 
 
 # ---- Which samples a rank reads
+def share_size(step_size, rank, num_replicas):
+    """How many of a step's samples a rank reads: those at rank, rank + num_replicas, ..."""
+    return len(range(rank, step_size, num_replicas))
+
+
 class DistributedSampler(Sampler):
     """The indices that one of `num_replicas` ranks reads in an epoch.
 
@@ -212,9 +216,9 @@ class DistributedSampler(Sampler):
             self.total_size -= self.total_size % self.step_size
         elif self.global_batch_size is None:
             self.total_size += -self.total_size % self.num_replicas
-        steps, rest = divmod(self.total_size, self.step_size)
-        share = len(range(self.rank, self.step_size, self.num_replicas))
-        self.num_samples = steps * share + len(range(self.rank, rest, self.num_replicas))
+        full_steps, rest = divmod(self.total_size, self.step_size)
+        share = share_size(self.step_size, self.rank, self.num_replicas)
+        self.num_samples = full_steps * share + share_size(rest, self.rank, self.num_replicas)
         self._passes = 0
 
     def __len__(self):
@@ -239,12 +243,12 @@ class DistributedSampler(Sampler):
         # What torch repeats to fill up the last step. With global_batch_size this is nothing.
         repeated = order[torch.arange(self.total_size - len(positions)) % n]
         end = len(positions) - len(positions) % self.step_size
-        steps = positions[:end].view(-1, self.step_size)
+        full_steps = positions[:end].view(-1, self.step_size)
         last_step = torch.cat([positions[end:], repeated])
-        of_steps = steps[:, self.rank :: self.num_replicas].flatten()  # DDP differ
+        of_full_steps = full_steps[:, self.rank :: self.num_replicas].flatten()  # DDP differ
         of_last_step = last_step[self.rank :: self.num_replicas]  # DDP differ
-        mine = torch.cat([of_steps, of_last_step])
-        del order, positions, steps, of_steps  # Only this rank's part stays in memory.
+        mine = torch.cat([of_full_steps, of_last_step])
+        del order, positions, full_steps, of_full_steps  # Only this rank's part stays in memory.
         for chunk in mine.split(8192):  # A list of all indices would take 36 bytes for each.
             yield from chunk.tolist()
 
@@ -310,7 +314,7 @@ def train_step(
     gradient wherever these have unequally many labels (huggingface/transformers#34242).
 
     All ranks call it equally often, with equally many micro_batches, a list of pairs (x, y). See
-    forward() for a stand-in, read_share() for where it comes from.
+    forward() for a stand-in, read_steps() for where it comes from.
     seed: a tuple of integers from 0 on, the same on all ranks, and another for each step.
     clip_grad_norm: scale the gradient down to this norm if it is larger.
     Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
@@ -479,34 +483,33 @@ def train(args, device, make_task, watchdog):
     task = make_task(args, device)
     module, optimizer = task.module, task.optimizer
     base_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+
     identity = identify(task, args)
     refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
     first_epoch, samples_read, sums_before = resume(identity, task, args)  # DDP meet: broadcast
+
     example = [tensor.to(device) for tensor in from_rank_0(first_sample_twice, task)]  # DDP meet
+    stand_in = example[0][:1], example[1][:0]  # a sample without its label
     options = {"batch_sums": task.batch_sums, "count_labels": task.count_labels, "amp": args.amp}
     model = wrap(module, example, options, args)
-    stand_in = example[0][:1], example[1][:0]
-    loader, set_epoch = make_loader(task, device, args, training=True)
-    val_loader, _ = make_loader(task, device, args, training=False)
-    num_samples, micro_batch_size = count_samples(task.train_set), args.micro_batch_size
-    end = num_samples
-    if args.drop_last:
-        end -= args.global_batch_size - 1  # A step that begins from there on would not be full.
+    loader = make_loader(task, device, args, training=True)
+    val_loader = make_loader(task, device, args, training=False)
+    num_samples = count_samples(task.train_set)
+    sizes = num_samples, args.global_batch_size, args.micro_batch_size
 
     for epoch in range(first_epoch, args.epochs):
-        set_epoch(epoch, samples_read)  # before iter(), by which loader workers begin to read
-        batches = iter(loader)  # Not looped over: a short last step has no batch for some ranks.
+        set_epoch(loader, epoch, samples_read)  # before its workers begin to read
+        steps = read_steps(loader, samples_read, *sizes, stand_in, args.drop_last)
         sums = torch.zeros(3, dtype=torch.float64, device=device)
         first, began = samples_read, time.perf_counter()
         model.train()
-        for step, start in enumerate(range(samples_read, end, args.global_batch_size), 1):
+        for step, share in enumerate(steps, start=1):
             watchdog.reset()
-            step_size = min(args.global_batch_size, num_samples - start)
-            micro_batches = read_share(batches, stand_in, step_size, micro_batch_size, device)
-            set_learning_rates(optimizer, base_groups, task.lr_factor(epoch + start / num_samples))
-            seed, clip_grad_norm = (args.seed, epoch, start), args.clip_grad_norm
-            sums += train_step(model, optimizer, micro_batches, seed, clip_grad_norm, **options)
-            samples_read = start + step_size
+            epochs_done = epoch + samples_read / num_samples
+            set_learning_rates(optimizer, base_groups, task.lr_factor(epochs_done))
+            seed = args.seed, epoch, samples_read
+            sums += train_step(model, optimizer, share, seed, args.clip_grad_norm, **options)
+            samples_read = min(samples_read + args.global_batch_size, num_samples)
             if sys.stdout.isatty():
                 rate = (samples_read - first) / (time.perf_counter() - began)
                 progress = f"epoch {epoch} | {samples_read}/{num_samples} samples"
@@ -516,8 +519,7 @@ def train(args, device, make_task, watchdog):
                 save_job(identity, task, base_groups, (epoch, samples_read, job_sums), args)
         job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
         rate = (samples_read - first) / (time.perf_counter() - began)
-        val_batches = watchdog.watch(val_loader)
-        val_loss_and_metric = evaluate(module, val_batches, device, **options)
+        val_loss_and_metric = evaluate(module, watchdog.watch(val_loader), device, **options)
         print_epoch(epoch, job_sums, val_loss_and_metric, task.metric, rate)
         samples_read, sums_before = 0, torch.zeros(3, dtype=torch.float64)
         save_job(identity, task, base_groups, (epoch + 1, samples_read, sums_before), args)
@@ -535,21 +537,36 @@ def wrap(module, example, options, args):
     return model
 
 
-def read_share(batches, stand_in, step_size, micro_batch_size, device):
-    """Return this rank's micro-batches of a step, with stand-ins as many as other ranks have.
+def read_steps(
+    loader,
+    samples_read,
+    num_samples,
+    global_batch_size,
+    micro_batch_size,
+    stand_in,
+    drop_last=False,
+):
+    """Yield this rank's share of each step that is left of an epoch, as a list of micro-batches.
 
-    batches: the iterator of a loader whose batches are this rank's shares. step_size: the samples
-    of the step over all ranks. Raises ValueError if the loader gives fewer or more.
+    Of a short last step some ranks have fewer micro-batches than others, or no batch at all. As all
+    must run equally many, these get stand_in, which forward() describes.
+    loader: its batches are this rank's shares, after the samples_read first samples of num_samples.
+    Raises ValueError if one of them has another size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = next(batches, stand_in)  # DDP differ: a short last step has none for some ranks
-    x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-    share = len(range(rank, step_size, world_size))
-    if len(y) != share:
-        raise ValueError(f"the loader gave {len(y)} samples, but this rank's share is {share}")
-    micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True))
-    most = math.ceil(math.ceil(step_size / world_size) / micro_batch_size)  # that any rank has
-    return micro_batches + [stand_in] * (most - len(micro_batches))
+    batches = iter(loader)
+    for start in range(samples_read, num_samples, global_batch_size):
+        step_size = min(global_batch_size, num_samples - start)
+        if drop_last and step_size < global_batch_size:
+            return
+        batch = next(batches, stand_in)
+        x, y = (tensor.to(stand_in[0].device, non_blocking=True) for tensor in batch)
+        expected = share_size(step_size, rank, world_size)  # DDP differ
+        if len(y) != expected:
+            raise ValueError(f"the loader gave {len(y)} samples of a share of {expected}")
+        share = list(zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True))
+        most = math.ceil(share_size(step_size, 0, world_size) / micro_batch_size)  # rank 0 has most
+        yield share + [stand_in] * (most - len(share))
 
 
 def set_learning_rates(optimizer, base_groups, factor):
@@ -946,14 +963,10 @@ class SeededItems(Dataset):
 
 
 def make_loader(task, device, args, training):
-    """Return (this rank's loader of the task's data, a function set_epoch(epoch, start) for it)."""
-    dataset = task.train_set if training else task.val_set
-    is_stream = isinstance(dataset, IterableDataset)
-    if is_stream:
-        items, sampler = dataset, None
-        set_epoch = getattr(dataset, "set_epoch", None)
-    else:
-        items = SeededItems(dataset, args.seed)
+    """Return this rank's loader of the task's training or validation data."""
+    dataset, sampler = task.train_set if training else task.val_set, None
+    may_keep_workers = isinstance(dataset, ShardStream)
+    if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
             dataset,
             shuffle=training,
@@ -961,12 +974,9 @@ def make_loader(task, device, args, training):
             drop_last=training and args.drop_last,
             global_batch_size=args.global_batch_size,
         )
-
-        def set_epoch(epoch, start):
-            sampler.set_epoch(epoch, start)
-            items.set_epoch(epoch)
-
-    share = len(range(dist.get_rank(), args.global_batch_size, args.world_size))  # DDP differ
+        dataset = SeededItems(dataset, args.seed)
+        may_keep_workers = True
+    share = share_size(args.global_batch_size, dist.get_rank(), args.world_size)  # DDP differ
     workers = {}
     if args.num_workers > 0:
         # Tensors go to the workers by file name, as a process may not keep many files open.
@@ -974,12 +984,12 @@ def make_loader(task, device, args, training):
         workers = {
             # Not fork, says DDP's documentation: threads of CUDA and NCCL may hold locks.
             "multiprocessing_context": "spawn",
-            # A kept worker would not learn from a stream's set_epoch() that an epoch begins.
-            "persistent_workers": not is_stream or isinstance(dataset, ShardStream),
+            # A kept worker does not learn of another stream's set_epoch().
+            "persistent_workers": may_keep_workers,
             "worker_init_fn": end_with_parent,
         }
-    loader = DataLoader(
-        items,
+    return DataLoader(
+        dataset,
         share if training else args.micro_batch_size,
         sampler=sampler,
         collate_fn=task.collate_fn,
@@ -987,7 +997,15 @@ def make_loader(task, device, args, training):
         num_workers=args.num_workers,
         **workers,
     )
-    return loader, set_epoch
+
+
+def set_epoch(loader, epoch, start):
+    """Tell a loader which epoch comes, and that the job has read its `start` first samples."""
+    if isinstance(loader.dataset, IterableDataset):
+        loader.dataset.set_epoch(epoch, start)
+    else:
+        loader.dataset.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch, start)
 
 
 def first_sample_twice(task):
@@ -1119,12 +1137,12 @@ class ShardStream(IterableDataset):
             generator = np.random.default_rng(numbers)
             pairs = read_pairs(draw_shards(self.shards, generator))
             self._samples = shuffle_endless(pairs, self.shuffle_buffer, generator)
-        steps, rest = divmod(self.samples_per_epoch - self.start, self.global_batch_size)
+        full_steps, rest = divmod(self.samples_per_epoch - self.start, self.global_batch_size)
         self.start = 0  # set_epoch does not reach a worker that is kept for the next epoch.
-        share = len(range(self.rank, self.global_batch_size, self.num_replicas))
-        num_samples = len(range(worker, steps, num_workers)) * share
-        if worker == steps % num_workers:  # The last step is its turn.
-            num_samples += len(range(self.rank, rest, self.num_replicas))
+        share = share_size(self.global_batch_size, self.rank, self.num_replicas)
+        num_samples = len(range(worker, full_steps, num_workers)) * share
+        if worker == full_steps % num_workers:  # The last step is its turn.
+            num_samples += share_size(rest, self.rank, self.num_replicas)
         return itertools.islice(self._samples, num_samples)
 
 

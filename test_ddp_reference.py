@@ -559,8 +559,8 @@ def share_of_rank(x, y, micro_batch_size):
     """Return this rank's micro-batches of a step on all of (x, y)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = x[rank::world_size], y[rank::world_size]
-    batches = iter([share] if len(share[0]) else [])
-    return ddp.read_share(batches, (x[:1], y[:0]), len(x), micro_batch_size, CPU)
+    loader = [share] if len(share[0]) else []
+    return next(ddp.read_steps(loader, 0, len(x), len(x), micro_batch_size, (x[:1], y[:0])))
 
 
 def step_on_a_share(x, y, micro_batch_size, **options):
@@ -1559,9 +1559,7 @@ class TheJob(Test):
     def test_a_stream_that_gives_less_than_it_promised_is_an_error(self):
         [error] = on_ranks(1, error_of_job, "", task_of_a_short_stream)
 
-        self.assertEqual(
-            error, "ValueError: the loader gave 6 samples, but this rank's share is 20"
-        )
+        self.assertEqual(error, "ValueError: the loader gave 6 samples of a share of 20")
 
     def test_labels_that_are_no_integers_are_refused(self):
         for error in on_ranks(2, error_of_job, "", functools.partial(task_of, 0.5, 1)):
@@ -2091,7 +2089,7 @@ def use_step(module, folder):
     model, optimizer = wrapped_net()
     x, y = uneven_batch()
     share = x[dist.get_rank() :: dist.get_world_size()], y[dist.get_rank() :: dist.get_world_size()]
-    micro_batches = module.read_share(iter([share]), (x[:1], y[:0]), len(x), 4, CPU)
+    [micro_batches] = module.read_steps([share], 0, len(x), len(x), 4, (x[:1], y[:0]))
     sums = module.train_step(model, optimizer, micro_batches, seed=(0,))
     return module.all_reduce_sums(sums), *(p.detach() for p in model.parameters())
 
