@@ -4,11 +4,11 @@
     bash run.sh test -k Lesson                  # the classes or tests whose names hold a word
     bash run.sh test my_job.py [its options]    # the guarantees for a job of your own
 
-First come six lessons: what data-parallel training guarantees, each time compared with what must
-come out: with PyTorch's own sampler, one process on the whole batch, a job that was not interrupted.
-They use two helpers, which stand below the rule. on_ranks(3, function, *args) calls a function in
-each of three processes that form a group, and returns the three results. job(options) is one rank
-of ddp_reference's own loop.
+First come six lessons: what data-parallel training guarantees, compared with what must come out:
+with PyTorch's own sampler, one process on the whole batch, a job that was not interrupted. They use
+two helpers, which stand below the rule. on_ranks(3, function, *args) calls a function in each of
+three processes that form a group, and returns the three results. job(options) is one rank of
+ddp_reference's own loop.
 """
 
 import ast
