@@ -478,24 +478,27 @@ def sync_batch_norm(module):
 
 # ---- The loop
 def train(args, device, make_task, watchdog):
-    """One rank's part of the job: train, evaluate, print and save, epoch by epoch."""
+    """One rank's part of the job: train, evaluate, print and save, epoch by epoch.
+
+    What it calls for saving, resuming and loading stands below, after the processes.
+    """
     seed_generators(args.seed)  # All ranks make the same net, and the same random split.
     task = make_task(args, device)
     module, optimizer = task.module, task.optimizer
     base_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
 
-    identity = identify(task, args)
+    identity = identify(task, args)  # what must be equal on all ranks, and after a stop
     refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
     first_epoch, samples_read, sums_before = resume(identity, task, args)  # DDP meet: broadcast
 
-    example = [tensor.to(device) for tensor in from_rank_0(first_sample_twice, task)]  # DDP meet
-    stand_in = example[0][:1], example[1][:0]  # a sample without its label
+    x, y = (tensor.to(device) for tensor in from_rank_0(first_sample_twice, task))  # DDP meet
+    stand_in = x[:1], y[:0]  # a sample without its label: forward() says what it is for
     options = {"batch_sums": task.batch_sums, "count_labels": task.count_labels, "amp": args.amp}
-    model = wrap(module, example, options, args)
+    model = wrap(module, x, y, options, args)
     loader = make_loader(task, device, args, training=True)
     val_loader = make_loader(task, device, args, training=False)
     num_samples = count_samples(task.train_set)
-    sizes = num_samples, args.global_batch_size, args.micro_batch_size
+    sizes = num_samples, args.global_batch_size, args.micro_batch_size  # of epoch, step, forward
 
     for epoch in range(first_epoch, args.epochs):
         set_epoch(loader, epoch, samples_read)  # before its workers begin to read
@@ -526,14 +529,17 @@ def train(args, device, make_task, watchdog):
     print_on_rank_0(f"parameters sha256 {digest(module)}")
 
 
-def wrap(module, example, options, args):
-    """Return the model that train_step() trains: the module, with its ranks connected."""
+def wrap(module, x, y, options, args):
+    """Return the model that train_step() trains: the module in DistributedDataParallel.
+
+    x, y: two samples, the same on all ranks.
+    """
     if args.parallel == "dp":
         return nn.DataParallel(module)
     if not args.local_bn:
         sync_batch_norm(module)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP meet: broadcast
-    settle_buckets(model, *example, **options)  # DDP meet: all-reduce
+    settle_buckets(model, x, y, **options)  # DDP meet: all-reduce
     return model
 
 
