@@ -6,10 +6,14 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
 One process for each GPU runs this file. Each has a rank, counted from 0; how many there are is the
-world size. Together they are the job. They meet in collectives, calls that every rank must make: an
-all-reduce gives all ranks the sum of their tensors, a broadcast gives them rank 0's, an all-gather
-gives each everybody's. "DDP meet" marks where a step or the loop makes such a call, "DDP differ"
-where a rank does something else than the others.
+world size. Each has a copy of the net, and the copies stay equal: a step takes a global batch of
+samples, of which each rank reads its share and computes it in one or more micro-batches. In the
+backward DistributedDataParallel (DDP) adds up the gradients of all ranks, and then all of them make
+the same optimizer step. All ranks together are the job.
+
+They meet in collectives, calls that every rank must make: an all-reduce gives all ranks the sum of
+their tensors, a broadcast gives them rank 0's, an all-gather gives each everybody's. "DDP meet"
+marks where ranks make such a call, "DDP differ" where one does something else than the others.
 """
 
 import argparse
@@ -40,7 +44,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Imported later, it makes the exit abort: pytorch/pytorch#190489.
+import torch.distributed.nn  # If PyTorch imports it later, the exit aborts: pytorch/pytorch#190489.
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -99,7 +103,10 @@ class ConvNet(nn.Sequential):
 
 
 def count_labels(y):
-    """The number of labels in a batch, as an integer tensor without dimensions on y's device."""
+    """The number of labels in a batch, as an integer tensor without dimensions on y's device.
+
+    Apart from batch_sums(), as train_step() needs it before it runs the net.
+    """
     return (y != -100).sum()  # cross_entropy ignores labels of -100
 
 
@@ -120,11 +127,11 @@ def batch_sums(logits, y):
 class Task:
     """What a job trains. The first dimension of x, y and the module's output counts samples.
 
-    train_set, val_set: map-style datasets of pairs (x, y), or IterableDatasets, as ShardStream is,
-        that split themselves by rank and loader worker and draw with a seed made from both. To
-        train on, these have samples_per_epoch, over all ranks, and set_epoch(epoch, start).
-    module, optimizer: the module is on the device.
-    count_labels, batch_sums: see these functions. metric: the name of what the latter counts.
+    train_set, val_set: map-style datasets of pairs (x, y), or IterableDatasets such as ShardStream,
+        which must split themselves over ranks and loader workers. One to train on also has
+        samples_per_epoch, over all ranks, and set_epoch(epoch, start).
+    module, optimizer: the module, on the device. What DDP makes of it is called the model.
+    count_labels, batch_sums: see these functions. metric: the name of what batch_sums counts.
     lr_factor: a function of the epochs done so far, a real number, by which each learning rate is
         multiplied. As it needs nothing else, a schedule is the same after any stop.
     collate_fn: of the DataLoader.
@@ -166,7 +173,7 @@ def share_size(step_size, rank, num_replicas):
 
 
 class DistributedSampler(Sampler):
-    """The indices that one of `num_replicas` ranks reads in an epoch.
+    """The indices that one rank reads in an epoch; num_replicas is torch's word for the world size.
 
     The epoch's order is a permutation of the dataset that depends on (seed, epoch) alone, so all
     ranks know it. global_batch_size is the number of samples of one step over all ranks. In each
@@ -210,11 +217,11 @@ class DistributedSampler(Sampler):
             raise ValueError(f"start is {start}, but must be in [0, {len(self.dataset)}]")
         self.epoch = epoch
         self.start = start
-        self.step_size = self.global_batch_size or self.num_replicas
+        self.step_size = self.global_batch_size or self.num_replicas  # torch deals out one a rank.
         self.total_size = len(self.dataset) - start
         if self.drop_last:
             self.total_size -= self.total_size % self.step_size
-        elif self.global_batch_size is None:
+        elif self.global_batch_size is None:  # as torch does, up to the next multiple
             self.total_size += -self.total_size % self.num_replicas
         full_steps, rest = divmod(self.total_size, self.step_size)
         share = share_size(self.step_size, self.rank, self.num_replicas)
@@ -253,14 +260,14 @@ class DistributedSampler(Sampler):
             yield from chunk.tolist()
 
 
-def show_case(title, num_samples, with_sampler=True, set_epoch=False, drop_last=False):
+def show_case(title, num_samples, with_sampler=True, new_order=False, drop_last=False):
     """Print the batches of 4 samples that each of two ranks reads in two epochs."""
     print(f"\ncase {title}\n{num_samples} samples, 2 ranks, batches of 4")
     for epoch in range(2):
         for rank in range(2):
             dataset = range(num_samples)
             sampler = DistributedSampler(dataset, 2, rank, drop_last=drop_last)
-            sampler.set_epoch(epoch if set_epoch else 0)
+            sampler.set_epoch(epoch if new_order else 0)
             indices = sampler if with_sampler else dataset
             batches = torch.utils.data.BatchSampler(indices, 4, drop_last)
             print(f"  epoch {epoch}  rank {rank} ", *batches)
@@ -270,28 +277,29 @@ def show_cases():
     """Show the sampler at work, without global_batch_size, so that torch's does the same."""
     show_case("1: no sampler: every rank reads everything", 8, with_sampler=False)
     show_case("2: with the sampler: ranks split the data, the same way every epoch", 8)
-    show_case("3: set_epoch: a new split each epoch", 8, set_epoch=True)
+    show_case("3: set_epoch: a new split each epoch", 8, new_order=True)
     show_case("4: 3 samples a rank: short batches are kept", 6)
     show_case("4, dropping the short batch: a batch of 4 never fills", 6, drop_last=True)
     show_case("5: 5 samples on 2 ranks: one is repeated to make 6", 5)
-    show_case("5, with set_epoch: it is the first of that epoch's order", 5, set_epoch=True)
+    show_case("5, with set_epoch: it is the first of that epoch's order", 5, new_order=True)
     show_case("6: last batches of one sample, which BatchNorm may refuse", 10)
     show_case("7: drop_last: that batch is gone", 10, drop_last=True)
 
 
 # ---- A step of the job, and evaluation
-def forward(model, x, y, batch_sums, count_labels, amp):
-    """Run model and loss on a micro-batch, and return (loss_sum, sums).
+def run_micro_batch(model, x, y, batch_sums, count_labels, amp):
+    """Run the model forward on a micro-batch, with the loss: return (loss_sum, sums).
 
     loss_sum has its graph. sums has none: it is float64 (3,) on the device, the sum of the losses,
     of the correct labels and of the labels, to be added up over micro-batches, steps and ranks.
-    If y is empty, x is a stand-in: one sample that a rank runs when it has none left, because all
-    ranks must take part in the collectives of a step. It counts nowhere.
+
+    A rank that has fewer micro-batches in a step than others runs a stand-in in their place, since
+    all must take part in the collectives: x is one sample, and y is empty. It counts nowhere.
     """
     SyncBatchNorm.is_stand_in = len(y) == 0
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=amp):
-        logits = model(x)  # DDP meet: rank 0's buffers are broadcast, once a step
-        loss_sum, correct = batch_sums(logits[: len(y)], y)
+        logits = model(x)  # DDP meet: before a step, rank 0's buffers, BatchNorm's statistics
+        loss_sum, correct = batch_sums(logits[: len(y)], y)  # of a stand-in: of no logits
     sums = torch.stack([loss_sum.double(), correct, count_labels(y)])
     return loss_sum, sums.detach()
 
@@ -313,14 +321,15 @@ def train_step(
     spread over ranks and micro-batches. A mean of the means over each micro-batch would be another
     gradient wherever these have unequally many labels (huggingface/transformers#34242).
 
-    All ranks call it equally often, with equally many micro_batches, a list of pairs (x, y). See
-    forward() for a stand-in, read_steps() for where it comes from.
+    All ranks call it equally often, with equally many micro_batches, a list of pairs (x, y), some
+    of which may be stand-ins (see run_micro_batch). read_steps() gives such lists.
     seed: a tuple of integers from 0 on, the same on all ranks, and another for each step.
     clip_grad_norm: scale the gradient down to this norm if it is larger.
-    Returns the sums of forward() over this rank's share. Nothing waits for a GPU, as .item() would.
+    Returns the sums of run_micro_batch() over this rank's share. Nothing waits for a GPU, as
+    .item() would.
     """
     num_labels = sum(count_labels(y) for _, y in micro_batches)
-    pending = dist.all_reduce(num_labels, async_op=True)  # DDP meet: during forward()
+    pending = dist.all_reduce(num_labels, async_op=True)  # DDP meet: while the net runs
     seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
     sums = 0
     for i, (x, y) in enumerate(micro_batches, start=1):
@@ -328,8 +337,8 @@ def train_step(
         # nn.DataParallel (--parallel dp) has no no_sync() and needs none.
         syncs = i == len(micro_batches) or not isinstance(model, DistributedDataParallel)
         with contextlib.nullcontext() if syncs else model.no_sync():
-            loss_sum, micro_batch_sums = forward(model, x, y, batch_sums, count_labels, amp)
-            pending.wait()  # Now num_labels counts the labels of all ranks. (A GPU's stream waits.)
+            loss_sum, micro_batch_sums = run_micro_batch(model, x, y, batch_sums, count_labels, amp)
+            pending.wait()  # From here on num_labels counts the labels of all ranks.
             # DDP divides the sum of the gradients by the world size. The factor undoes that: what
             # is left is the sum over all ranks, divided by all labels. Without any label it is 0.
             loss = loss_sum * dist.get_world_size() / num_labels.clamp(min=1)
@@ -339,7 +348,7 @@ def train_step(
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     seed_generators(*seed)  # The same on all ranks, for an optimizer that draws random numbers.
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # So gradients stay in the memory that DDP reduces.
+    optimizer.zero_grad(set_to_none=False)  # See wrap(): gradients stay where DDP reduces them.
     return sums
 
 
@@ -367,18 +376,18 @@ def evaluate(module, loader, device, batch_sums=batch_sums, count_labels=count_l
     All ranks call it. Each sample is to be in a batch of one rank: a DistributedSampler without
     global_batch_size would repeat some.
 
-    module: the bare one. The forward of the one in DDP is a collective, which a rank without a
-    batch would miss. The module is left in eval mode. Without any label both results are nan.
+    module: not the model, whose forward is a collective that a rank without a batch would miss. It
+    is left in eval mode. Without any label both results are nan.
     """
     for buffer in module.buffers():
         received = buffer.clone()  # gloo sends a buffer that is a slice of a tensor wrongly.
-        dist.broadcast(received, src=0)  # DDP meet: with --local-bn each rank has others
+        dist.broadcast(received, src=0)  # DDP meet: --local-bn gives each rank other statistics
         buffer.copy_(received)
     module.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
         x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-        sums += forward(module, x, y, batch_sums, count_labels, amp)[1]
+        sums += run_micro_batch(module, x, y, batch_sums, count_labels, amp)[1]
     job_sums = all_reduce_sums(sums)  # DDP meet
     return (job_sums[:2] / job_sums[2]).tolist()
 
@@ -392,7 +401,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     single value becomes 0, where nn.BatchNorm refuses it. sync_batch_norm() makes these layers.
     """
 
-    is_stand_in = False  # of the micro-batch, for all layers: forward() sets it
+    is_stand_in = False  # For all layers. run_micro_batch() sets it, as a layer does not see y.
 
     def forward(self, x):
         """Normalise x, float (N, C, ...); in eval mode as nn.BatchNorm does."""
@@ -402,7 +411,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.affine:
             weight, bias = torch.ones_like(self.running_var), torch.zeros_like(self.running_var)
         with torch.no_grad():
-            count, mean, var = self.statistics(x)
+            count, mean, var = self.job_statistics(x)
             self.num_batches_tracked += 1
             momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
             unbiased_var = var * count / (count - 1).clamp(min=1)
@@ -410,8 +419,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_var += momentum * (unbiased_var - self.running_var)
         return Normalize.apply(x, weight, bias, count, mean, var, self.eps, self.is_stand_in)
 
-    def statistics(self, x):
-        """Return of all ranks' values of a channel their number, mean (C,) and variance (C,)."""
+    def job_statistics(self, x):
+        """Return (count, mean, var) of the values of all ranks, the latter two for each channel."""
         dtype = self.running_mean.dtype  # float32, also where autocast has made x bfloat16
         dims = [dim for dim in range(x.dim()) if dim != 1]
         count = x.new_full((1,), x.numel() / x.size(1), dtype=dtype)
@@ -424,10 +433,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         of_ranks = [torch.empty_like(statistics) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, statistics)  # DDP meet
         counts, means, squares = torch.stack(of_ranks).split([1, len(mean), len(mean)], dim=1)
-        count = counts.sum()
-        mean = (counts * means).sum(0) / count
-        squares = squares + counts * (means - mean).square()
-        return count, mean, squares.sum(0) / count
+        job_count = counts.sum()
+        job_mean = (counts * means).sum(0) / job_count
+        job_squares = squares + counts * (means - job_mean).square()  # around the job's mean
+        return job_count, job_mean, job_squares.sum(0) / job_count
 
     def _check_input_dim(self, x):
         """nn.BatchNorm1d, 2d and 3d ask here for their number of dimensions; any will do."""
@@ -459,7 +468,8 @@ class Normalize(torch.autograd.Function):
         )
         of_all_ranks = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(of_all_ranks)  # DDP meet
-        if not ctx.is_stand_in:
+        if not ctx.is_stand_in:  # which moves neither mean nor variance
+            # batch_norm computes v and applies both factors of what x loses.
             scale, shift = of_all_ranks * -weight * (var + ctx.eps).rsqrt() / count
             grad_x += F.batch_norm(x, mean, var, scale, shift, eps=ctx.eps)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -489,43 +499,45 @@ def train(args, device, make_task, watchdog):
 
     identity = identify(task, args)  # what must be equal on all ranks, and after a stop
     refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
-    first_epoch, samples_read, sums_before = resume(identity, task, args)  # DDP meet: broadcast
+    first_epoch, samples_read, earlier_sums = resume(identity, task, args)  # DDP meet: broadcast
 
+    # Two samples, which settle_buckets() runs: BatchNorm may refuse one. One without its label is
+    # the stand-in. They are rank 0's, as another rank may have no data to evaluate on.
     x, y = (tensor.to(device) for tensor in from_rank_0(first_sample_twice, task))  # DDP meet
-    stand_in = x[:1], y[:0]  # a sample without its label: forward() says what it is for
+    stand_in = x[:1], y[:0]
     options = {"batch_sums": task.batch_sums, "count_labels": task.count_labels, "amp": args.amp}
     model = wrap(module, x, y, options, args)
     loader = make_loader(task, device, args, training=True)
     val_loader = make_loader(task, device, args, training=False)
-    num_samples = count_samples(task.train_set)
-    sizes = num_samples, args.global_batch_size, args.micro_batch_size  # of epoch, step, forward
+    num_samples, clip_grad_norm = count_samples(task.train_set), args.clip_grad_norm
+    sizes = args.global_batch_size, args.micro_batch_size
 
     for epoch in range(first_epoch, args.epochs):
-        set_epoch(loader, epoch, samples_read)  # before its workers begin to read
-        steps = read_steps(loader, samples_read, *sizes, stand_in, args.drop_last)
+        start_epoch(loader, epoch, samples_read)  # before its workers begin to read
+        steps = read_steps(loader, samples_read, num_samples, *sizes, stand_in, args.drop_last)
         sums = torch.zeros(3, dtype=torch.float64, device=device)
-        first, began = samples_read, time.perf_counter()
+        start, began = samples_read, time.perf_counter()
         model.train()
-        for step, share in enumerate(steps, start=1):
+        for step, micro_batches in enumerate(steps, start=1):
             watchdog.reset()
             epochs_done = epoch + samples_read / num_samples
             set_learning_rates(optimizer, base_groups, task.lr_factor(epochs_done))
             seed = args.seed, epoch, samples_read
-            sums += train_step(model, optimizer, share, seed, args.clip_grad_norm, **options)
+            sums += train_step(model, optimizer, micro_batches, seed, clip_grad_norm, **options)
             samples_read = min(samples_read + args.global_batch_size, num_samples)
             if sys.stdout.isatty():
-                rate = (samples_read - first) / (time.perf_counter() - began)
+                rate = (samples_read - start) / (time.perf_counter() - began)
                 progress = f"epoch {epoch} | {samples_read}/{num_samples} samples"
                 print_on_rank_0(f"{progress} | {rate:.1f} samples/s", end="  \r")
             if args.checkpoint_every and step % args.checkpoint_every == 0:
-                job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
+                job_sums = finite_job_sums(module, sums, earlier_sums)  # DDP meet: all-reduce
                 save_job(identity, task, base_groups, (epoch, samples_read, job_sums), args)
-        job_sums = finite_job_sums(module, sums, sums_before)  # DDP meet: all-reduce
-        rate = (samples_read - first) / (time.perf_counter() - began)
+        job_sums = finite_job_sums(module, sums, earlier_sums)  # DDP meet: all-reduce
+        rate = (samples_read - start) / (time.perf_counter() - began)
         val_loss_and_metric = evaluate(module, watchdog.watch(val_loader), device, **options)
         print_epoch(epoch, job_sums, val_loss_and_metric, task.metric, rate)
-        samples_read, sums_before = 0, torch.zeros(3, dtype=torch.float64)
-        save_job(identity, task, base_groups, (epoch + 1, samples_read, sums_before), args)
+        samples_read, earlier_sums = 0, torch.zeros(3, dtype=torch.float64)
+        save_job(identity, task, base_groups, (epoch + 1, samples_read, earlier_sums), args)
     print_on_rank_0(f"parameters sha256 {digest(module)}")
 
 
@@ -538,6 +550,7 @@ def wrap(module, x, y, options, args):
         return nn.DataParallel(module)
     if not args.local_bn:
         sync_batch_norm(module)
+    # Gradients lie where DDP reduces them: no copy.
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)  # DDP meet: broadcast
     settle_buckets(model, x, y, **options)  # DDP meet: all-reduce
     return model
@@ -555,7 +568,7 @@ def read_steps(
     """Yield this rank's share of each step that is left of an epoch, as a list of micro-batches.
 
     Of a short last step some ranks have fewer micro-batches than others, or no batch at all. As all
-    must run equally many, these get stand_in, which forward() describes.
+    must run equally many, these get stand_in, which run_micro_batch() describes.
     loader: its batches are this rank's shares, after the samples_read first samples of num_samples.
     Raises ValueError if one of them has another size.
     """
@@ -565,14 +578,14 @@ def read_steps(
         step_size = min(global_batch_size, num_samples - start)
         if drop_last and step_size < global_batch_size:
             return
-        batch = next(batches, stand_in)
+        batch = next(batches, stand_in)  # A rank may have no sample of the last step.
         x, y = (tensor.to(stand_in[0].device, non_blocking=True) for tensor in batch)
-        expected = share_size(step_size, rank, world_size)  # DDP differ
-        if len(y) != expected:
-            raise ValueError(f"the loader gave {len(y)} samples of a share of {expected}")
-        share = list(zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True))
+        share = share_size(step_size, rank, world_size)  # DDP differ
+        if len(y) != share:
+            raise ValueError(f"the loader gave {len(y)} samples of a share of {share}")
+        micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True))
         most = math.ceil(share_size(step_size, 0, world_size) / micro_batch_size)  # rank 0 has most
-        yield share + [stand_in] * (most - len(share))
+        yield micro_batches + [stand_in] * (most - len(micro_batches))
 
 
 def set_learning_rates(optimizer, base_groups, factor):
@@ -602,7 +615,7 @@ def print_on_rank_0(text, **keywords):
 
 # ---- The processes
 class InputError(ValueError):
-    """Input that cannot work: one line, status 2."""
+    """The user's mistake: the job prints one line, and exits with status 2."""
 
 
 @record  # puts the traceback of a failure into torchrun's report
@@ -619,6 +632,7 @@ def run_rank(rank, local_rank, args, make_task, store=None):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # The local rank counts on this machine, the rank on all.
+        # With gloo several processes may share a GPU.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())  # DDP differ
         torch.cuda.set_device(device)
     dist.init_process_group(  # DDP meet
@@ -636,12 +650,14 @@ def run_rank(rank, local_rank, args, make_task, store=None):
     try:
         train(args, device, make_task, watchdog)
     except InputError as error:
-        if rank != 0:  # DDP differ: rank 0 speaks for the job. When it exits, all are ended.
+        # Rank 0, if it refuses the same, prints the line and ends the others while they sleep.
+        if rank != 0:  # DDP differ
             time.sleep(5)
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     except Exception:
-        # Ranks that fail only because this one is gone are ended before they report anything.
+        # If this rank fails only because it has lost another, it is ended while it sleeps, and does
+        # not report that.
         time.sleep(1)
         raise
     # Not in a `finally`: a rank that has failed would wait here for ranks that wait for it
@@ -662,6 +678,7 @@ def launch(args, make_task):
     """Start the job's processes on this machine; return the exit status if it is not 0."""
     threads = max(1, torch.get_num_threads() // args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Each process would take all cores.
+    # What fails has reported it, and is not to be reported twice.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         # Ranks meet through a file: a port could be another job's (pytorch/pytorch#126510).
@@ -694,12 +711,12 @@ class Watchdog:
     """
 
     def __init__(self, rank, timeout):
-        self.begun = 0
+        self.steps_begun = 0
         threading.Thread(target=self.wait, args=(rank, timeout), daemon=True).start()
 
     def reset(self):
         """Say that a step begins."""
-        self.begun += 1
+        self.steps_begun += 1
 
     def watch(self, batches):
         """Yield the batches, each of which counts as a step."""
@@ -709,11 +726,11 @@ class Watchdog:
 
     def wait(self, rank, timeout):
         """Sleep until a step has taken too long; then print where, and exit."""
-        begun, seconds = 0, 0
+        steps_begun, seconds = 0, 0
         while seconds < timeout:
             time.sleep(1)
-            seconds = seconds + 1 if self.begun == begun else 0
-            begun = self.begun
+            seconds = seconds + 1 if self.steps_begun == steps_begun else 0
+            steps_begun = self.steps_begun
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame, limit=16))
         sys.stderr.write(f"rank {rank} has been here for {seconds} s (--timeout):\n{stack}")
@@ -818,6 +835,31 @@ def refuse_other_job(whose, there, here):
             raise InputError(f"{whose} is of another job: {values}")
 
 
+def save_job(identity, task, base_groups, progress, args):
+    """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
+
+    base_groups: the optimizer's param groups as the task has made them. What the optimizer itself
+    has changed since, such as a counter of steps, is saved. The learning rate and the rest, such as
+    the weight decay, are those that the command line of the resumed job gives.
+    """
+    if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
+        return
+    optimizer = task.optimizer.state_dict()
+    changed = []
+    for group, base_group in zip(optimizer["param_groups"], base_groups, strict=True):
+        names = [name for name in group if name != "lr" and group[name] != base_group.get(name)]
+        changed.append({name: group[name] for name in names})
+    state = {
+        "identity": identity,
+        "global_batch_size": args.global_batch_size,
+        "progress": progress,
+        "module": task.module.state_dict(),
+        "optimizer": optimizer["state"],
+        "changed": changed,
+    }
+    save_checkpoint(args.checkpoint, state)
+
+
 def read_checkpoint(path):
     """Return the bytes of a checkpoint or None; raise InputError if none can be written there."""
     if path is None:
@@ -860,31 +902,6 @@ def resume(identity, task, args):
     return state["progress"]
 
 
-def save_job(identity, task, base_groups, progress, args):
-    """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
-
-    base_groups: the optimizer's param groups as the task has made them. What has changed since,
-    as a counter of steps, is saved. The rest, as the weight decay, and the learning rate are the
-    next command line's.
-    """
-    if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
-        return
-    optimizer = task.optimizer.state_dict()
-    changed = []
-    for group, base_group in zip(optimizer["param_groups"], base_groups, strict=True):
-        names = [name for name in group if name != "lr" and group[name] != base_group.get(name)]
-        changed.append({name: group[name] for name in names})
-    state = {
-        "identity": identity,
-        "global_batch_size": args.global_batch_size,
-        "progress": progress,
-        "module": task.module.state_dict(),
-        "optimizer": optimizer["state"],
-        "changed": changed,
-    }
-    save_checkpoint(args.checkpoint, state)
-
-
 def settle_buckets(model, x, y, batch_sums=batch_sums, count_labels=count_labels, amp=False):
     """Have DDP decide before the first step how it groups the gradients for its all-reduces.
 
@@ -898,7 +915,7 @@ def settle_buckets(model, x, y, batch_sums=batch_sums, count_labels=count_labels
     """
     model.train()
     buffers = [buffer.clone() for buffer in model.buffers()]
-    loss_sum, _ = forward(model, x, y, batch_sums, count_labels, amp)
+    loss_sum, _ = run_micro_batch(model, x, y, batch_sums, count_labels, amp)
     loss_sum.backward()
     model.zero_grad(set_to_none=False)
     with torch.no_grad():
@@ -906,12 +923,12 @@ def settle_buckets(model, x, y, batch_sums=batch_sums, count_labels=count_labels
             buffer.copy_(saved)
 
 
-def finite_job_sums(module, sums, sums_before):
+def finite_job_sums(module, sums, earlier_sums):
     """Return the sums of all ranks and of the time before a stop, float64 (3,) on the CPU.
 
     Raises FloatingPointError, on all ranks alike, if they or a parameter are not finite.
     """
-    job_sums = sums_before + all_reduce_sums(sums)
+    job_sums = earlier_sums + all_reduce_sums(sums)
     for tensor in [job_sums, *module.parameters()]:
         if not tensor.isfinite().all():
             raise FloatingPointError("the loss or a parameter is not finite; it is not saved")
@@ -970,7 +987,8 @@ class SeededItems(Dataset):
 
 def make_loader(task, device, args, training):
     """Return this rank's loader of the task's training or validation data."""
-    dataset, sampler = task.train_set if training else task.val_set, None
+    dataset = task.train_set if training else task.val_set
+    sampler = None
     may_keep_workers = isinstance(dataset, ShardStream)
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
@@ -982,6 +1000,7 @@ def make_loader(task, device, args, training):
         )
         dataset = SeededItems(dataset, args.seed)
         may_keep_workers = True
+    # In training a batch is this rank's share of a step; read_steps() cuts it into micro-batches.
     share = share_size(args.global_batch_size, dist.get_rank(), args.world_size)  # DDP differ
     workers = {}
     if args.num_workers > 0:
@@ -1005,7 +1024,7 @@ def make_loader(task, device, args, training):
     )
 
 
-def set_epoch(loader, epoch, start):
+def start_epoch(loader, epoch, start):
     """Tell a loader which epoch comes, and that the job has read its `start` first samples."""
     if isinstance(loader.dataset, IterableDataset):
         loader.dataset.set_epoch(epoch, start)

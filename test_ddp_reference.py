@@ -277,7 +277,7 @@ class Lesson4Evaluation(unittest.TestCase):
 
 # ---- Lesson 5: BatchNorm over the job
 # Over all ranks it is one nn.BatchNorm over the whole global batch. To break it, leave out
-# `+ counts * (means - mean).square()` in SyncBatchNorm.statistics:
+# `+ counts * (means - job_mean).square()` in SyncBatchNorm.job_statistics:
 # test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
 SHARES = (4, 3, 2), (4, 0, 5), (0, 0, 9)  # samples of each of three ranks
 
@@ -509,7 +509,7 @@ def job(options, task=ddp.make_task, stop_at=None, terminal=False, parser=None):
 
     class Watchdog(ddp.Watchdog):
         def __init__(self):
-            self.begun = 0  # It has no thread.
+            self.steps_begun = 0  # It has no thread.
 
     watchdog = Watchdog()
     with (
@@ -519,7 +519,7 @@ def job(options, task=ddp.make_task, stop_at=None, terminal=False, parser=None):
     ):
         out.isatty = lambda: terminal
         ddp.train(args, device, task, watchdog)
-    result.out, result.resets = out.getvalue(), watchdog.begun
+    result.out, result.resets = out.getvalue(), watchdog.steps_begun
     return result
 
 
