@@ -323,10 +323,11 @@ def train_step(
 
     All ranks call it equally often, with equally many micro_batches, a list of pairs (x, y), some
     of which may be stand-ins (see run_micro_batch). read_steps() gives such lists.
-    seed: a tuple of integers from 0 on, the same on all ranks, and another for each step.
+    seed: a tuple of integers from 0 on, the same on all ranks, and another for each step, such as
+    the job's seed, the epoch, and the samples of it that have been read before.
     clip_grad_norm: scale the gradient down to this norm if it is larger.
-    Returns the sums of run_micro_batch() over this rank's share. Nothing waits for a GPU, as
-    .item() would.
+    Returns this rank's sums, those of run_micro_batch(). Add them up over steps; all_reduce_sums()
+    makes them the job's. Nothing here waits for a GPU, as .item() would.
     """
     num_labels = sum(count_labels(y) for _, y in micro_batches)
     pending = dist.all_reduce(num_labels, async_op=True)  # DDP meet: while the net runs
@@ -567,10 +568,13 @@ def read_steps(
 ):
     """Yield this rank's share of each step that is left of an epoch, as a list of micro-batches.
 
-    Of a short last step some ranks have fewer micro-batches than others, or no batch at all. As all
-    must run equally many, these get stand_in, which run_micro_batch() describes.
-    loader: its batches are this rank's shares, after the samples_read first samples of num_samples.
-    Raises ValueError if one of them has another size.
+    loader: its batches are this rank's shares of the steps, after the samples_read first samples of
+        num_samples. Its sampler has been told the same samples_read and drop_last.
+    micro_batch_size: the most samples that are computed at once.
+    stand_in: (x[:1], y[:0]) of any batch, on the device. Of a short last step some ranks have fewer
+        micro-batches than others, or none. As all must run equally many, they get this instead.
+    With each step the job has read global_batch_size samples more, with the last one num_samples.
+    Raises ValueError if a batch has not the size of this rank's share.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = iter(loader)
@@ -767,9 +771,11 @@ def refuse_unequal_ranks(identity, task, args):
 def save_checkpoint(path, state):
     """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
 
-    A process that is killed in between leaves a file beside it, PATH with 32 digits. What
-    load_checkpoint() would refuse to read is refused here, with torch.load's error: state is made
-    of tensors and plain Python values.
+    state is made of tensors and plain Python values. What load_checkpoint() could not read is
+    refused here, with torch.load's error. To go on in the middle of an epoch, on any number of
+    ranks, it holds the module's and the optimizer's state, the epoch, how many of its samples the
+    job has read, and its sums over all ranks. Rank 0 alone writes; all_reduce_sums() comes before,
+    on all ranks. A process that is killed in between leaves a file beside, PATH with 32 digits.
     """
     path = os.path.realpath(path)  # A link stays a link.
     temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
@@ -789,6 +795,7 @@ def save_checkpoint(path, state):
 def load_checkpoint(path, file=None):
     """Return what save_checkpoint() has written, with its tensors on the CPU.
 
+    Every rank loads it into the module before that goes into DDP.
     file: a file object with the content of path, if it has been read already.
     Raises InputError if it is damaged, FileNotFoundError. Nothing that it contains is executed.
     """

@@ -2567,10 +2567,10 @@ def check_program(path, *options):
         resumed.nets = stopped.nets + resumed.nets[1:]
         resumed.out = stopped.out + resumed.out
 
+    training = first_difference(two, one) or first_difference(three, one)
     differences = {
         "evaluation is the same on 1, 2 and 3 processes": evaluation_differs(one, two, three),
-        "training is the same on 1 and 2 processes": first_difference(two, one),
-        "training is the same on 1 and 3 processes": first_difference(three, one),
+        "training is the same on 1, 2 and 3 processes": training,
         "stopped on 3 in mid-epoch, resumed on 2: the same": first_difference(on_2, one),
         "stopped and resumed on 3: the same bits": first_difference(on_3, three, exact=True),
     }
@@ -2602,13 +2602,13 @@ class YourJob(Test):
         status, out = self.check(*change)
 
         self.assertEqual(status, 1)
-        self.assertRegex(out, r"FAIL training is the same on 1 and 3 .*\n.* step \d \S+ differs by")
+        self.assertRegex(out, r"FAIL training is the same .*\n.* step \d \S+ differs by")
         self.assertRegex(out, f"\nlikely cause: .*{cause}")
 
     def test_the_readmes_script_keeps_all_guarantees(self):
         status, out = self.check(options=["--channels=4"])
 
-        self.assertEqual((status, re.findall("(?m)^pass|^FAIL", out)), (0, ["pass"] * 5))
+        self.assertEqual((status, re.findall("(?m)^pass|^FAIL", out)), (0, ["pass"] * 4))
 
     def test_dropout_is_found_and_stops_without_harm(self):
         self.assert_found(
