@@ -2212,7 +2212,7 @@ class TheReadme(Test):
     def setUpClass(cls):
         super().setUpClass()
         blocks = re.findall(r"(?s)```(?:diff|python)\n(.*?)```", README)
-        cls.diff, cls.diff_of_the_step, cls.my_job, cls.regression, cls.shards = blocks
+        cls.diff, cls.diff_of_the_step, cls.my_job, cls.regression, cls.exercises = blocks
 
     def test_the_two_sides_of_its_diffs_train_the_same(self):
         plain = re.sub(r"(?m)^( |-|\+.*\n)", "", self.diff)  # without the lines with a +
@@ -2257,12 +2257,17 @@ class TheReadme(Test):
         self.assertRegex(one.out, r"absolute_error [0-9.]+ \| val_loss \S+ val_absolute_error")
         self.assertEqual(epochs_of(three.out), epochs_of(one.out))
 
-    def test_its_shards_can_be_trained_on(self):
-        shards = f"{self.folder}/train-*.tar"
-        runpy.run_path(self.write(self.shards.replace("train-", f"{self.folder}/train-")))
-        options = f"--epochs 1 --shards {shards} --val-shards {shards} --samples-per-epoch 100"
+    def test_its_command_makes_a_shard_that_can_be_trained_on(self):
+        for i, sample in enumerate(ddp.SyntheticDataset(4, 8)):
+            for name, tensor in zip("xy", sample, strict=True):
+                np.save(self.folder / f"{i:06d}.{name}.npy", tensor.numpy())
+        command = re.search(r"(?m)^tar .*", README)[0]
 
-        self.assertIn("epoch 0 | loss", on_ranks(2, job, options)[0].out)
+        subprocess.run(command, shell=True, cwd=self.folder, check=True)
+
+        shards = f"--shards {self.folder}/train-*.tar --val-shards {self.folder}/train-*.tar"
+        out = on_ranks(2, job, f"--epochs 1 {shards} --samples-per-epoch 100")[0].out
+        self.assertIn("epoch 0 | loss", out)
 
     def test_each_part_that_its_table_lists_works_without_the_rest_of_the_file(self):
         for number in range(2):
@@ -2274,12 +2279,21 @@ class TheReadme(Test):
                 for part, file in on_ranks(2, use_part, name, self.folder):
                     torch.testing.assert_close(part, file, rtol=0, atol=0)
 
-    def test_the_tests_that_its_checklist_names_exist(self):
-        table = re.search(r"(?s)most frequent faults\n(.*?)\n## ", README)[1]
-        names = re.findall(r"(?m)^\|.*\| `(\w+)` \|[^|]*\|$", table)
+    def test_each_hunk_of_its_exercises_is_of_the_file(self):
+        lines = SCRIPT.read_text().splitlines()
+        hunks = re.findall(r"(?m)^@@ -(\d+).*\n((?:[-+ ].*\n)+)", self.exercises)
+
+        self.assertEqual(len(hunks), 7)
+        for number, hunk in hunks:
+            before = [line[1:] for line in hunk.splitlines() if line[0] != "+"]
+            first = int(number) - 1
+            self.assertEqual(lines[first : first + len(before)], before)
+
+    def test_the_tests_that_its_tables_name_exist(self):
+        names = re.findall(r"(?m)^\|[^|]*\|[^|]*\| `(\w+)` \|", README)  # the third column
         tests = pathlib.Path(__file__).read_text()
 
-        self.assertGreater(len(names), 10)
+        self.assertGreater(len(names), 15)
         for name in names:
             self.assertTrue(re.search(rf"def test_\w*{name}", tests), name)
 
