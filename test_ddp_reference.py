@@ -524,7 +524,10 @@ def job(options, task=ddp.make_task, stop_at=None, terminal=False, parser=None):
 
 
 def error_of_job(options, task=ddp.make_task):
-    """Return the error with which one rank of a job ends."""
+    """Return the error with which one rank of a job ends.
+
+    on_ranks(2, error_of_job, "", task) is the errors of two ranks, as "ValueError: no sample".
+    """
     try:
         job(options, task)
     except Exception as error:
@@ -532,7 +535,10 @@ def error_of_job(options, task=ddp.make_task):
 
 
 def start(*command, **environ):
-    """Start a Python program with its output in pipes, in a process group of its own."""
+    """Start a Python program with its output in pipes, in a process group of its own.
+
+    finish(start(SCRIPT, "--epochs", 1, OMP_NUM_THREADS="3")) is what it prints.
+    """
     defaults = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', HERE)}",
@@ -548,7 +554,10 @@ def start(*command, **environ):
 
 
 def finish(process, status=0):
-    """Return (stdout, stderr) of a program, once every process that holds them has ended."""
+    """Return (stdout, stderr) of a program, once every process that holds them has ended.
+
+    It must end with this exit status, and within 300 seconds.
+    """
     try:
         out, err = process.communicate(timeout=300)
     finally:
@@ -559,7 +568,7 @@ def finish(process, status=0):
 
 
 def run(*command, status=0, **options):
-    """Run a Python program to its end: return (stdout, stderr)."""
+    """Run a Python program to its end, as in out, err = run(SCRIPT, "--epochs", 1)."""
     return finish(start(*command, **options), status)
 
 
@@ -625,7 +634,10 @@ class Test(unittest.TestCase):
 
     @classmethod
     def script(cls, change, name="my_job"):
-        """Write a program that changes ddp_reference, or has a my_task, and calls its main."""
+        """Write a program that changes ddp_reference, or has a my_task, and calls its main.
+
+        run(self.script("ddp.train = print")) runs a job whose ranks only print.
+        """
         text = f"""
 import os, signal, sys
 import torch
@@ -2144,6 +2156,7 @@ def take_out(names):
     return module
 
 
+# What use_...() returns on each of two ranks must be the same for the part and for the whole file.
 def use_sampler(module, folder):
     return list(module.DistributedSampler(range(10), global_batch_size=4))
 
