@@ -1199,7 +1199,6 @@ def make_parser():
     )
     add = parser.add_argument
     count = at_least(1)
-    add("command", nargs="?", choices=["train", "cases"], default="train", help="[train]")
     add("--nproc-per-node", type=count, help="processes [one per GPU, without GPUs 2]")
     add("--backend", choices=["nccl", "gloo"], help="[nccl with a GPU a process]")
     add("--parallel", choices=["ddp", "dp"], default="ddp", help="dp: nn.DataParallel, one process")
@@ -1275,12 +1274,12 @@ def main(argv, make_task=make_task, parser=None):
     make_task: a function (args, device) at the top level of your script, which returns your Task.
     parser: make_parser() with options of yours, which make_task finds in args.
     """
+    if argv == ["cases"]:
+        return show_cases()
     parser = parser or make_parser()
     args = parser.parse_args(argv)
     if torch.__version__ < (2, 9):
         parser.error(f"PyTorch {torch.__version__} is too old: 2.9 or newer is needed")
-    if args.command == "cases":
-        return show_cases()
     decide_processes(args, parser.error)
     decide_batches(args, parser.error)
     if not dist.is_torchelastic_launched():
