@@ -266,7 +266,7 @@ class Lesson3Step(unittest.TestCase):
 
 # ---- Lesson 4: evaluation
 # Loss and accuracy are those of one batch in one process, whatever the ranks' shares are and their
-# BatchNorm's statistics: rank 0's count. To break it, let a rank keep to its own sums, `sums.cpu()`:
+# BatchNorm's statistics: rank 0's count. To break it, put `sums.cpu()` for all_reduce_sums(sums):
 # test_on_1_to_4_ranks_it_gives_the_numbers_of_one_batch_in_one_process differs in the fourth digit.
 def net_of_rank():
     """Return a net whose BatchNorm has other statistics on each rank; gloo sends slices wrongly."""
