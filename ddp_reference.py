@@ -496,7 +496,7 @@ def train(args, device, make_task, watchdog):
     seed_generators(args.seed)  # All ranks make the same net, and the same random split.
     task = make_task(args, device)
     module, optimizer = task.module, task.optimizer
-    base_groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+    base_groups = optimizer.state_dict()["param_groups"]  # as the task has made them
 
     identity = identify(task, args)  # what must be equal on all ranks, and after a stop
     refuse_unequal_ranks(identity, task, args)  # DDP meet: all-gather
@@ -845,16 +845,16 @@ def refuse_other_job(whose, there, here):
 def save_job(identity, task, base_groups, progress, args):
     """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
 
-    base_groups: the optimizer's param groups as the task has made them. What the optimizer itself
-    has changed since, such as a counter of steps, is saved. The learning rate and the rest, such as
-    the weight decay, are those that the command line of the resumed job gives.
+    base_groups: the optimizer's param groups as the task has made them. What has changed since,
+    such as an optimizer's counter of steps, is saved. The rest, such as the weight decay, is what
+    the command line of the resumed job says; so is the learning rate, which is set in each step.
     """
     if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
         return
     optimizer = task.optimizer.state_dict()
     changed = []
     for group, base_group in zip(optimizer["param_groups"], base_groups, strict=True):
-        names = [name for name in group if name != "lr" and group[name] != base_group.get(name)]
+        names = [name for name in group if group[name] != base_group.get(name)]
         changed.append({name: group[name] for name in names})
     state = {
         "identity": identity,

@@ -427,7 +427,7 @@ class Lesson6NumberOfRanks(unittest.TestCase):
         assert_close(trained.state_dict, expected.state_dict)
 
     def test_stopped_and_resumed_on_as_many_ranks_it_ends_with_the_same_bits(self):
-        for world_size in (2, 3, 5):
+        for world_size in (2, 3):
             options = f"{SMALL} --micro-batch-size 1 --global-batch-size {2 * world_size}"
             expected = on_ranks(world_size, job, options)[0].out
 
@@ -864,6 +864,17 @@ def random_step():
     return outputs[0], nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
+def draws_of_a_step():
+    """Return what the net and the optimizer draw in a step."""
+    draws, net = [], plain_net()
+    optimizer = torch.optim.SGD(net.parameters())
+    net.register_forward_hook(lambda layer, args, output: draws.append(torch.rand(4)))
+    optimizer.register_step_pre_hook(lambda *args: draws.append(torch.rand(4)))
+    micro_batches = share_of_rank(*uneven_batch(), 12)
+    ddp.train_step(DistributedDataParallel(net), optimizer, micro_batches, seed=(3, 4))
+    return draws
+
+
 def memory_of_gradients():
     """Return where the gradients are before and after a step of two micro-batches."""
     model, optimizer = wrapped_net()
@@ -892,6 +903,11 @@ class TheStep(unittest.TestCase):
 
         self.assertFalse(torch.equal(mask, other_mask))
         self.assertTrue(torch.equal(parameters, other_parameters))
+
+    def test_an_optimizer_does_not_draw_what_the_net_has_drawn(self):
+        [(of_net, of_optimizer)] = on_ranks(1, draws_of_a_step)
+
+        self.assertFalse(torch.equal(of_net, of_optimizer))
 
     def test_gradients_stay_in_the_memory_in_which_they_are_all_reduced(self):
         [(before, after)] = on_ranks(1, memory_of_gradients)
@@ -931,7 +947,7 @@ class TheEvaluation(unittest.TestCase):
         digests = {ddp.digest(module)}
 
         for tensor in module.state_dict().values():
-            tensor += 1
+            tensor[(-1,) * tensor.dim()] += 1  # the last number
             digests.add(ddp.digest(module))
 
         self.assertEqual(len(digests), 1 + 4 + 5)  # of the convolutions, of BatchNorm
@@ -1106,7 +1122,7 @@ class TheNumberOfRanks(Test):
             options = f"--global-batch-size 12 --epochs 2 --lr 0.5 {more} --micro-batch-size "
             expected = on_ranks(1, job, options + "12", uneven_task)[0]
 
-            for world_size, micro_batch_size in ((1, 5), (2, 4), (3, 4), (5, 2), (5, 1)):
+            for world_size, micro_batch_size in ((1, 5), (2, 4), (3, 4), (5, 1)):
                 with self.subTest(more, world_size=world_size):
                     options_here = f"{options}{micro_batch_size}"
                     self.assert_same(
@@ -1118,11 +1134,20 @@ class TheNumberOfRanks(Test):
 
         self.assert_same(on_ranks(2, job, f"{options} 3")[0], on_ranks(3, job, f"{options} 2")[0])
 
+    def test_so_it_is_with_a_last_step_of_fewer_micro_batches(self):
+        options = "--num-samples 26 --length 64 --epochs 2 --global-batch-size 12"
+
+        two = on_ranks(2, job, f"{options} --micro-batch-size 3")[0]
+        three = on_ranks(3, job, f"{options} --micro-batch-size 2")[0]
+
+        self.assert_same(three, two)
+        self.assertEqual([len(step) for step in two.labels], [2, 2, 1] * 2)
+
     def test_augmentation_is_the_same_on_any_number_of_ranks_and_loader_workers(self):
         options = "--length 64 --epochs 2 --num-workers"
         expected = on_ranks(1, job, f"{options} 0", augmented_task)[0]
 
-        for world_size, num_workers in ((1, 2), (3, 1), (5, 0)):
+        for world_size, num_workers in ((1, 2), (3, 0), (5, 0)):
             with self.subTest(world_size=world_size, num_workers=num_workers):
                 trained = on_ranks(world_size, job, f"{options} {num_workers}", augmented_task)[0]
                 self.assert_same(trained, expected)
@@ -1133,7 +1158,16 @@ class TheNumberOfRanks(Test):
 
         first, second = re.findall(r"val_loss \S+", trained.out)
         self.assertEqual(first, second)
-        self.assertNotEqual(*trained.x_sums)
+        [[first], [second]] = trained.x_sums
+        self.assertGreater(abs(first - second), 1)
+
+    def test_augmentation_is_another_for_each_item_and_seed(self):
+        def drawn(seed, index):
+            x, _ = ddp.SeededItems(Augmented(4, 8), seed)[index]
+            plain_x, _ = ddp.SyntheticDataset(4, 8)[index]
+            return round((x - plain_x)[0, 0].item(), 4)
+
+        self.assertEqual(len({drawn(0, 2), drawn(1, 2), drawn(0, 3)}), 3)
 
     def test_each_step_of_each_job_has_a_seed_of_its_own(self):
         seeds = []
@@ -1188,7 +1222,7 @@ def random_task(args, device):
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer that counts its steps in its param group, and makes them smaller and smaller."""
+    """An optimizer that counts its first two steps in its param group, and makes them smaller."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -1196,7 +1230,7 @@ class Counting(torch.optim.SGD):
 
     def step(self):
         [group] = self.param_groups
-        group["steps"] += 1
+        group["steps"] = min(group["steps"] + 1, 2)
         group["lr"] /= group["steps"]
         super().step()
 
@@ -1227,13 +1261,13 @@ class AfterAStop(Test):
         self.assertEqual(digest_of(out), digest_of(expected))
 
     def test_a_job_with_loader_workers_goes_on_without_them_and_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(3, stops=(3,), options="--epochs 1", at_first="--num-workers 1")
+        self.assert_same_bits(2, stops=(3,), options="--epochs 1", at_first="--num-workers 1")
 
     def test_a_job_with_dropout_and_augmentation_ends_as_the_uninterrupted_one(self):
         self.assert_same_bits(3, stops=(3, 5), task=random_task)
 
     def test_a_job_whose_optimizer_counts_its_steps_ends_as_the_uninterrupted_one(self):
-        self.assert_same_bits(2, stops=(3,), task=counting_task)
+        self.assert_same_bits(2, stops=(3, 3), task=counting_task)
 
     def test_a_finished_job_is_not_trained_again(self):
         options = f"{SMALL} --checkpoint {self.folder}/finished.pt"
@@ -1276,6 +1310,18 @@ def job_in_a_folder_of_its_own(folder, options):
         return job(options)
     finally:
         os.chdir(before)
+
+
+def decay_after_resuming(path):
+    """Save a job without weight decay and resume it with 0.5: return the weight decay then."""
+    args = task_args(f"--checkpoint {path}")
+    saved, resumed = sgd_task(args, CPU), sgd_task(args, CPU)
+    resumed.optimizer.param_groups[0]["weight_decay"] = 0.5
+    identity = ddp.identify(saved, args)
+    base_groups = saved.optimizer.state_dict()["param_groups"]
+    ddp.save_job(identity, saved, base_groups, (0, 0, torch.zeros(3)), args)
+    ddp.resume(identity, resumed, args)
+    return resumed.optimizer.param_groups[0]["weight_decay"]
 
 
 class TheCheckpoint(Test):
@@ -1391,9 +1437,10 @@ class TheCheckpoint(Test):
         self.assertIn("the shape of 7.bias is None there, but [3] here", message)
 
     def test_another_file_of_tensors_is_refused(self):
-        torch.save({"0.weight": torch.zeros(3)}, self.folder / "weights")
+        for content in ({"0.weight": torch.zeros(3)}, torch.zeros(3)):
+            torch.save(content, self.folder / "weights")
 
-        self.assertIn("weights holds something else", self.refusal(self.folder / "weights"))
+            self.assertIn("weights holds something else", self.refusal(self.folder / "weights"))
 
     def test_what_could_not_be_read_again_is_not_written(self):
         path = self.folder / "unreadable"
@@ -1440,6 +1487,11 @@ class TheCheckpoint(Test):
         self.assertEqual(len(trained.labels), 10)  # 12 of two epochs, without the 2 before
         self.assertTrue(torch.equal(before["0.weight"], after["0.weight"]))
 
+    def test_the_weight_decay_is_the_next_command_lines(self):
+        [decay] = on_ranks(1, decay_after_resuming, self.folder / "decay")
+
+        self.assertEqual(decay, 0.5)
+
     def test_a_loss_or_a_net_that_is_not_finite_ends_the_job_and_is_not_saved(self):
         path = self.folder / "finite"
         for loss in (infinite_loss, loss_without_finite_gradient):
@@ -1480,8 +1532,16 @@ def plainly_seeded_job(options):
 
 def job_with_a_clock(options):
     """Return what a rank prints on a terminal where each look at the clock is a second later."""
-    seconds = itertools.count()
-    with mock.patch.object(ddp.time, "perf_counter", lambda: next(seconds)):
+    seconds, evaluate = itertools.count(), ddp.evaluate
+
+    def slow_evaluate(*args, **options):
+        next(seconds)
+        return evaluate(*args, **options)
+
+    with (
+        mock.patch.object(ddp.time, "perf_counter", lambda: next(seconds)),
+        mock.patch.object(ddp, "evaluate", slow_evaluate),
+    ):
         return job(options, terminal=True).out
 
 
@@ -1501,21 +1561,42 @@ def task_of_2600_tensors(args, device):
     return with_sgd(args, data, data[:1], nn.Conv1d(3, 3, 1))
 
 
-class ShortStream(IterableDataset):
-    """A stream that promises 44 samples and gives 30."""
+class WrongStream(IterableDataset):
+    """A stream that promises 44 samples and gives fewer or more."""
 
     samples_per_epoch = 44
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
 
     def set_epoch(self, epoch, start):
         pass
 
     def __iter__(self):
-        return iter([(torch.zeros(3, 8), torch.zeros(8, dtype=torch.int64))] * 30)
+        return iter([(torch.zeros(3, 8), torch.zeros(8, dtype=torch.int64))] * self.num_samples)
 
 
-def task_of_a_short_stream(args, device):
+def task_of_a_wrong_stream(num_samples, args, device):
     """A task that trains on it."""
-    return with_sgd(args, ShortStream(), ddp.SyntheticDataset(4, 8), plain_net())
+    return with_sgd(args, WrongStream(num_samples), ddp.SyntheticDataset(4, 8), plain_net())
+
+
+class NumberedStream(IterableDataset):
+    """A stream of 4 samples that hold nothing but their number, from where the job has stopped."""
+
+    samples_per_epoch = 4
+
+    def set_epoch(self, epoch, start):
+        self.start = start
+
+    def __iter__(self):
+        for number in range(self.start, 4):
+            yield torch.full((3, 8), float(number)), torch.zeros(8, dtype=torch.int64)
+
+
+def task_of_numbers(args, device):
+    """A task that trains on it."""
+    return with_sgd(args, NumberedStream(), ddp.SyntheticDataset(4, 8), plain_net())
 
 
 class StreamOfEpochs(IterableDataset):
@@ -1547,6 +1628,18 @@ def job_of_unequal_ranks(options, *options_of_ranks):
     return error_of_job(f"{options} {options_of_ranks[dist.get_rank()]}")
 
 
+def refusal_of_ranks(nprocs_per_node, nums_val_samples):
+    """Return the error, if any, of ranks whose machines or validation data are unequal."""
+    rank = dist.get_rank()
+    args = task_args()
+    args.nproc_per_node, args.world_size = nprocs_per_node[rank], dist.get_world_size()
+    task = task_of(0, nums_val_samples[rank], args, CPU)
+    try:
+        ddp.refuse_unequal_ranks(ddp.identify(task, args), task, args)
+    except ddp.InputError as error:
+        return str(error)
+
+
 class TheJob(Test):
     def test_one_rank_trains_what_a_plain_loop_does(self):
         expected = digest_of_a_plain_loop()
@@ -1572,7 +1665,7 @@ class TheJob(Test):
         )
 
         digests = {
-            digest_of(on_ranks(3, job, f"{SMALL} {option}")[0].out)[0]
+            digest_of(on_ranks(2, job, f"{SMALL} {option}")[0].out)[0]
             for option in options.split("|")
         }
 
@@ -1659,10 +1752,34 @@ class TheJob(Test):
 
             self.assertEqual(trained.x_sums, [[0], [48]])
 
-    def test_a_stream_that_gives_less_than_it_promised_is_an_error(self):
-        [error] = on_ranks(1, error_of_job, "", task_of_a_short_stream)
+    def test_a_stream_that_does_not_give_what_it_promised_is_an_error(self):
+        for num_samples, given in ((30, 6), (48, 24)):
+            task = functools.partial(task_of_a_wrong_stream, num_samples)
+            [error] = on_ranks(1, error_of_job, "", task)
 
-        self.assertEqual(error, "ValueError: the loader gave 6 samples of a share of 20")
+            self.assertEqual(error, f"ValueError: the loader gave {given} samples of a share of 20")
+
+    def test_a_stream_of_ones_own_goes_on_where_the_job_has_stopped(self):
+        options = "--epochs 1 --global-batch-size 1 --checkpoint-every 1"
+        options += f" --checkpoint {self.folder}/stream"
+        on_ranks(1, job, options, task_of_numbers, stop_at=3)
+
+        [trained] = on_ranks(1, job, options, task_of_numbers)
+
+        self.assertEqual(trained.x_sums, [[2 * 24], [3 * 24]])
+
+    def test_drop_last_drops_no_full_step_and_no_validation_sample(self):
+        options = "--num-samples 24 --global-batch-size 12 --epochs 1 --length 64 --lr 0"
+
+        kept, dropped = (on_ranks(1, job, options + more)[0] for more in ("", " --drop-last"))
+
+        self.assertEqual(dropped.labels, [[12 * 64]] * 2)
+        self.assertEqual(epochs_of(dropped.out), epochs_of(kept.out))
+
+    def test_machines_may_have_unequally_many_processes_but_not_validation_samples(self):
+        self.assertEqual(on_ranks(2, refusal_of_ranks, (1, 2), (4, 4)), [None] * 2)
+        for refusal in on_ranks(2, refusal_of_ranks, (2, 2), (4, 5)):
+            self.assertIn("rank 1 is of another job: the number of validation samples is", refusal)
 
     def test_labels_that_are_no_integers_are_refused(self):
         for error in on_ranks(2, error_of_job, "", functools.partial(task_of, 0.5, 1)):
@@ -1835,6 +1952,26 @@ $"""
         finish(launcher, status=-signal.SIGKILL)  # It waits for the rank, too.
 
 
+class TheWatchdog(unittest.TestCase):
+    def test_a_step_that_begins_starts_the_seconds_anew(self):
+        watchdog, slept = object.__new__(ddp.Watchdog), []
+        watchdog.steps_begun = 0
+
+        def sleep(seconds):
+            slept.append(seconds)
+            if len(slept) <= 10:  # In each of ten seconds a step begins.
+                watchdog.reset()
+
+        with (
+            mock.patch.object(ddp.time, "sleep", sleep),
+            mock.patch.object(os, "_exit"),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            watchdog.wait(rank=0, timeout=3)
+
+        self.assertEqual(slept[:-1], [1] * (10 + 3))
+
+
 class AHang(Test):
     """Programs that hang or fail, at once: each says where, and ends with all its processes."""
 
@@ -1843,9 +1980,9 @@ class AHang(Test):
         super().setUpClass()
         frozen = cls.script("signal_1 = signal.SIGSTOP\n" + SIGNAL_RANK_1, "frozen")
         asleep = cls.script(SLEEP_IN_A_LOADER_WORKER, "asleep")
-        options = "--timeout", 3, "--nproc-per-node", 2
-        cls.frozen = start(frozen, *options)
-        cls.asleep = start(asleep, *options, "--num-workers", 1)
+        timeout = "--timeout", 3, "--nproc-per-node"
+        cls.frozen = start(frozen, *timeout, 2)
+        cls.asleep = start(asleep, *timeout, 1, "--num-workers", 1)
         cls.hanging = start(cls.script(HANG, "hanging"))
         interrupted = cls.script("signal_1 = signal.SIGINT\n" + SIGNAL_RANK_1, "interrupted")
         cls.interrupted = start(interrupted, "--nproc-per-node", 2)
@@ -1882,7 +2019,7 @@ class AHang(Test):
     def test_a_job_with_a_hanging_loader_worker_ends_with_all_its_processes(self):
         _, err = finish(self.asleep, status=1)
 
-        self.assertRegex(err, r"rank [01] has been here for 3 s \(--timeout\):\n  File")
+        self.assertRegex(err, r"rank 0 has been here for 3 s \(--timeout\):\n  File")
 
 
 class InTheRanks(Test):
@@ -1897,7 +2034,9 @@ class InTheRanks(Test):
         self.assertEqual(self.out.count("3 threads"), 2)  # each half of 6
 
     def test_threads_that_the_user_has_set_stay_and_the_interface_is_the_loopback(self):
-        _, err = run(self.script(REFUSE_WITH_THREADS, "threads"), status=2, OMP_NUM_THREADS="3")
+        script = self.script(REFUSE_WITH_THREADS, "threads")
+
+        _, err = run(script, "--nproc-per-node", 1, status=2, OMP_NUM_THREADS="3")
 
         self.assertEqual(err, f"threads.py: error: 3{LOOPBACK}\n")
 
@@ -2003,14 +2142,16 @@ class TheShards(Test):
             ("a.link.txt", None),
             ("a.txt", "ä".encode()),
             ("README", b"no extension"),
+            ("v1.0/b.x.cls", b"1"),
             (f"{long_key}.cls", b"8"),
             (f"{long_key}.jpg", b"\xff"),
         ]
         path.write_bytes(tar(*members))
 
-        first, second = ddp.read_shard(path)
+        first, dotted, second = ddp.read_shard(path)
 
         self.assertEqual(first.pop("x.npy").tolist(), [0, 1, 2])
+        self.assertEqual(dotted, {"__key__": "v1.0/b", "x.cls": 1})
         self.assertEqual(first, {"__key__": "a", "cls": 7, "meta.json": {"b": [1]}, "txt": "ä"})
         self.assertEqual(second, {"__key__": long_key, "cls": 8, "jpg": b"\xff"})
 
@@ -2068,6 +2209,25 @@ class TheShards(Test):
         options = f"--seed 3 {shards} --samples-per-epoch 4"
 
         self.assertEqual(on_ranks(1, seeds_of_task, options), [(3, 0)])
+
+    def test_shards_are_sorted_wherever_they_are_listed_and_patterns_are_not(self):
+        with mock.patch.object(ddp.glob, "glob", lambda name: [f"{name}2.tar", f"{name}1.tar"]):
+            stream = ddp.ShardStream(["b", "a"], num_replicas=1, rank=0)
+
+        self.assertEqual(stream.shards, ["b1.tar", "b2.tar", "a1.tar", "a2.tar"])
+
+    def test_the_headers_of_members_do_not_stay_in_memory(self):
+        kept = []
+
+        class Tar(tarfile.TarFile):
+            def next(self):
+                kept.append(len(self.members))
+                return super().next()
+
+        with mock.patch.object(ddp.tarfile, "TarFile", Tar):
+            list(ddp.read_shard(self.folder / "00.tar"))
+
+        self.assertLess(max(kept), 2)
 
     def test_a_pattern_without_a_shard_is_refused(self):
         with self.assertRaisesRegex(ddp.InputError, "there is no shard nowhere"):
@@ -2386,6 +2546,7 @@ class TheCommandLine(Test):
             "--global-batch-size 4 --nproc-per-node 5": "5 processes are more than the 4",
             "--checkpoint-every 1": "needs --checkpoint",
             "--shards x": "go together",
+            "--val-shards x": "go together",
             "--samples-per-epoch 4": "go together",
             "--parallel dp --amp": "one process",
             "--parallel dp --nproc-per-node 2": "one process",
@@ -2399,6 +2560,23 @@ class TheCommandLine(Test):
             self.assertIn("torchrun's own", self.refusal("--nproc-per-node 2"))
             self.assertIn("3 processes are more", self.refusal("--global-batch-size 2"))
             self.assertIn("dp is one process", self.refusal("--parallel dp"))
+            self.assertIn("NCCL needs a GPU a process", self.refusal("--backend nccl"))
+
+    def test_data_parallel_is_one_process_by_default(self):
+        args = task_args("--parallel dp")
+
+        ddp.decide_processes(args, self.fail)
+
+        self.assertEqual(args.world_size, 1)
+        self.assertIs(type(ddp.wrap(plain_net(), None, None, {}, args)), nn.DataParallel)
+
+    def test_as_many_processes_as_samples_in_a_step_are_allowed(self):
+        args = task_args("--nproc-per-node 4 --global-batch-size 4")
+
+        ddp.decide_processes(args, self.fail)
+        ddp.decide_batches(args, self.fail)
+
+        self.assertEqual(args.micro_batch_size, 1)
 
     def test_restarts_that_would_hang_are_refused_with_the_remedy(self):
         restarting = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
