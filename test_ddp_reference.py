@@ -1796,13 +1796,6 @@ def train(*args):
 ddp.train = train
 """
 
-RAISE_ON_EVERY_RANK = """
-def train(*args):
-    dist.barrier()
-    raise ValueError(f"of rank {dist.get_rank()}")
-ddp.train = train
-"""
-
 REFUSE_ON_RANK_1 = """
 def train(*args):
     if dist.get_rank() == 1:
@@ -1917,12 +1910,6 @@ $"""
         self.assertRegex(out, self.REPORT)
         self.assert_learned(out)
         self.assertEqual((err, list(folder.glob("tmp*"))), ("", []))
-
-    def test_each_rank_that_raises_prints_its_own_traceback(self):
-        _, err = run(self.script(RAISE_ON_EVERY_RANK), status=1)
-
-        self.assertIn("\nValueError: of rank 0\n", err)
-        self.assertIn("\nValueError: of rank 1\n", err)
 
     def test_a_rank_that_is_killed_is_named_and_its_loader_workers_end(self):
         script = self.script(KILL_A_RANK_WHILE_ITS_LOADER_WORKER_IS_IMPORTED)
