@@ -15,7 +15,6 @@ its net (state_dict). assert_close() allows for the rounding of float32, 1e-5.
 import ast
 import concurrent.futures
 import contextlib
-import copy
 import dataclasses
 import datetime
 import functools
@@ -2676,8 +2675,8 @@ def program_of(path):
     return make_task, parser
 
 
-def likely_cause(task, args, device):
-    """Return in a sentence why a job may depend on the number of its processes."""
+def cause_in_the_data(task, args):
+    """Return in a sentence why the samples may depend on the number of processes, or None."""
     for name in "train_set", "val_set":
         if isinstance(getattr(task, name), IterableDataset):
             return f"{name} is a stream, whose samples are drawn by rank and loader worker"
@@ -2685,18 +2684,25 @@ def likely_cause(task, args, device):
         for i in range(min(len(items), 8)):
             if not all(map(torch.equal, *(task.collate_fn([items[i]]) for _ in range(2)))):
                 return f"{name}[{i}] is another each time, as it draws from a generator of its own"
+
+
+def cause_in_the_net(task, args, device):
+    """Return in a sentence why the rest of a job may depend on the number of processes.
+
+    It runs the net, which may change its buffers.
+    """
     x, y = (tensor.to(device) for tensor in task.collate_fn([task.val_set[0]] * 2))
-    net = copy.deepcopy(task.module)
-    output = net.eval()(x)
+    output = task.module.eval()(x)
     once, twice = (task.batch_sums(output[:n], y[:n])[0].item() for n in (1, 2))
     if not math.isclose(2 * once, twice, rel_tol=1e-3):
         return f"batch_sums returns a mean: {once:.4g} for a sample, {twice:.4g} for it twice"
-    generator = torch.cuda if device.type == "cuda" else torch
-    before = generator.get_rng_state()
-    net.train()(x)
-    if not torch.equal(before, generator.get_rng_state()):
+    outputs = []
+    for seed in (0, 1):
+        ddp.seed_generators(seed)
+        outputs.append(task.module.train()(x))
+    if not torch.allclose(*outputs):
         return "the net draws random numbers (a Dropout layer?), others on each rank"
-    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in net.modules()):
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in task.module.modules()):
         if args.local_bn:
             return "--local-bn gives each rank's BatchNorm its own statistics"
         if args.micro_batch_size < args.global_batch_size:
@@ -2709,7 +2715,8 @@ def run_of_program(path, options, stop_at=None):
     """Run one rank of a program's job on its first samples.
 
     Returns what it prints (out), the net before the first step and after each, of each tensor at
-    most 1000 numbers (nets), its evaluation before the first step, and likely_cause() (cause).
+    most 1000 numbers (nets), the evaluation of the first of them, and why these may depend on the
+    number of processes (cause).
     """
     make_task, parser = program_of(path)
     result = types.SimpleNamespace(nets=[])
@@ -2727,7 +2734,9 @@ def run_of_program(path, options, stop_at=None):
             dataset = getattr(task, name)
             if not isinstance(dataset, IterableDataset):
                 setattr(task, name, Subset(dataset, range(min(len(dataset), most))))
-        result.cause = likely_cause(task, args, device)
+        state = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+        result.cause = cause_in_the_data(task, args) or cause_in_the_net(task, args, device)
+        task.module.load_state_dict(state)
         loader = ddp.make_loader(task, device, args, training=False)
         options = task.batch_sums, task.count_labels, args.amp
         result.evaluation = ddp.evaluate(task.module, loader, device, *options)
