@@ -510,8 +510,9 @@ def train(args, device, make_task, watchdog):
     model = wrap(module, x, y, options, args)
     loader = make_loader(task, device, args, training=True)
     val_loader = make_loader(task, device, args, training=False)
-    num_samples, clip_grad_norm = count_samples(task.train_set), args.clip_grad_norm
+    num_samples = count_samples(task.train_set)
     sizes = args.global_batch_size, args.micro_batch_size
+    clip_grad_norm = args.clip_grad_norm
 
     for epoch in range(first_epoch, args.epochs):
         start_epoch(loader, epoch, samples_read)  # before its workers begin to read
