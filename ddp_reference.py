@@ -8,8 +8,8 @@
 One process for each GPU runs this file. Each has a rank, counted from 0; how many there are is the
 world size. Each has a copy of the net, and the copies stay equal: a step takes a global batch of
 samples, of which each rank reads its share and computes it in one or more micro-batches. In the
-backward DistributedDataParallel (DDP) adds up the gradients of all ranks, and then all of them make
-the same optimizer step. All ranks together are the job.
+backward DistributedDataParallel (DDP) averages the ranks' gradients, and then all ranks make the
+same optimizer step. All ranks together are the job.
 
 They meet in collectives, calls that every rank must make: an all-reduce gives all ranks the sum of
 their tensors, a broadcast gives them rank 0's, an all-gather gives each everybody's. "DDP meet"
@@ -515,6 +515,7 @@ def train(args, device, make_task, watchdog):
     clip_grad_norm = args.clip_grad_norm
 
     for epoch in range(first_epoch, args.epochs):
+        watchdog.reset()
         start_epoch(loader, epoch, samples_read)  # before its workers begin to read
         steps = read_steps(loader, samples_read, num_samples, *sizes, stand_in, args.drop_last)
         sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -846,16 +847,16 @@ def refuse_other_job(whose, there, here):
 def save_job(identity, task, base_groups, progress, args):
     """Write what resume() goes on from, if the command line asks for it; all ranks may call it.
 
-    base_groups: the optimizer's param groups as the task has made them. What has changed since,
-    such as an optimizer's counter of steps, is saved. The rest, such as the weight decay, is what
-    the command line of the resumed job says; so is the learning rate, which is set in each step.
+    base_groups: the optimizer's param groups as the task has made them. What the optimizer itself
+    has changed since, such as a counter of steps, is saved. The learning rate and the rest, such as
+    the weight decay, are those that the command line of the resumed job gives.
     """
     if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
         return
     optimizer = task.optimizer.state_dict()
     changed = []
     for group, base_group in zip(optimizer["param_groups"], base_groups, strict=True):
-        names = [name for name in group if group[name] != base_group.get(name)]
+        names = [name for name in group if name != "lr" and group[name] != base_group.get(name)]
         changed.append({name: group[name] for name in names})
     state = {
         "identity": identity,
