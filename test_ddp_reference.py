@@ -1127,7 +1127,7 @@ class TheNumberOfRanks(Test):
             options = f"--global-batch-size 12 --epochs 2 --lr 0.5 {more} --micro-batch-size "
             expected = on_ranks(1, job, options + "12", uneven_task)[0]
 
-            for world_size, micro_batch_size in ((1, 5), (2, 4), (3, 4), (5, 1)):
+            for world_size, micro_batch_size in ((1, 5), (3, 4), (5, 1)):
                 with self.subTest(more, world_size=world_size):
                     options_here = f"{options}{micro_batch_size}"
                     self.assert_same(
@@ -2855,16 +2855,12 @@ class YourJob(Test):
         self.assertEqual(status, 1)
         self.assertRegex(out, r"FAIL training is the same .*\n.* step \d \S+ differs by")
         self.assertRegex(out, f"\nlikely cause: .*{cause}")
+        self.assertNotIn("nan", out)
 
     def test_the_readmes_script_keeps_all_guarantees(self):
         status, out = self.check(options=["--channels=4"])
 
         self.assertEqual((status, re.findall("(?m)^pass|^FAIL", out)), (0, ["pass"] * 4))
-
-    def test_buffers_that_are_infinite_do_no_harm(self):
-        mask = '    net.register_buffer("mask", torch.full((2, 2), -math.inf))\n'
-
-        self.assertEqual(self.check("    optimizer = ", f"{mask}    optimizer = ")[0], 0)
 
     def test_what_cannot_be_tested_is_refused(self):
         program = self.script("", "refused")
@@ -2894,8 +2890,9 @@ class YourJob(Test):
         mean = "batch_sums=lambda output, y: (nn.functional.cross_entropy(output, y), y.sum()))"
         self.assert_found("batch_sums returns a mean", "lr_factor=lr_factor)", mean)
 
-    def test_micro_batches_under_batch_norm_are_found(self):
-        change = "sys.argv[1:]", "sys.argv[1:]", ["--micro-batch-size=4"]
+    def test_micro_batches_under_batch_norm_are_found_and_an_infinite_buffer_does_no_harm(self):
+        buffer = '    net.register_buffer("mask", torch.full((2, 2), -math.inf))\n'
+        change = "    optimizer = ", f"{buffer}    optimizer = ", ["--micro-batch-size=4"]
         self.assert_found("BatchNorm's statistics are of a micro-batch", *change)
 
 
