@@ -2,6 +2,7 @@
 # bash run.sh [options]     the main job; bash run.sh --help lists the options
 # bash run.sh cases         which samples each rank reads
 # bash run.sh test          the tests
+# bash run.sh test FILE     the guarantees for a program of yours, with its options
 # Environment: PYTHON (default python3); TORCH (what to install where torch is missing, default
 # torch==2.13.0).
 set -euo pipefail
