@@ -2407,10 +2407,10 @@ class TheReadme(Test):
         plain = re.sub(r"(?m)^( |-|\+.*\n)", "", self.diff)  # without the lines with a +
         data_parallel = re.sub(r"(?m)^( |\+|-.*\n)", "", self.diff)  # without those with a -
         with_train_step = data_parallel
-        for hunk in self.diff_of_the_step.split("\n\n"):
-            before = re.sub(r"(?m)^( |-|\+.*(\n|$))", "", hunk)
+        for hunk in re.findall(r"(?:[-+ ].*\n)+", self.diff_of_the_step):
+            before = re.sub(r"(?m)^( |-|\+.*\n)", "", hunk)
             self.assertIn(before, data_parallel)
-            after = re.sub(r"(?m)^( |\+|-.*(\n|$))", "", hunk)
+            after = re.sub(r"(?m)^( |\+|-.*\n)", "", hunk)
             with_train_step = with_train_step.replace(before, after)
         results, programs = [], []
         for name, side in enumerate((plain, data_parallel, with_train_step)):
@@ -2450,7 +2450,7 @@ class TheReadme(Test):
         for i, sample in enumerate(ddp.SyntheticDataset(4, 8)):
             for name, tensor in zip("xy", sample, strict=True):
                 np.save(self.folder / f"{i:06d}.{name}.npy", tensor.numpy())
-        command = re.search(r"(?m)^tar .*", README)[0]
+        command = re.search(r"tar -cf [^`]*", README)[0]
 
         subprocess.run(command, shell=True, cwd=self.folder, check=True)
 
