@@ -1900,22 +1900,26 @@ class TheLaunch(Test):
 ){{6}}parameters sha256 [0-9a-f]{{64}}
 $"""
 
-    def test_the_main_job_reports_in_the_agreed_form_that_it_learns(self):
-        folder = self.folder / "with # and space"
-        folder.mkdir()
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tmpdir = cls.folder / "with # and space"
+        cls.tmpdir.mkdir()
+        cls.main_job = start(SCRIPT, "--length", 300, TMPDIR=str(cls.tmpdir))
+        script = cls.script(KILL_A_RANK_WHILE_ITS_LOADER_WORKER_IS_IMPORTED, "killed")
+        cls.killed = start(script, "--nproc-per-node", 1, "--num-workers", 1)
 
-        out, err = run(SCRIPT, "--length", 300, TMPDIR=str(folder))
+    def test_the_main_job_reports_in_the_agreed_form_that_it_learns(self):
+        out, err = finish(self.main_job)
 
         if "[Gloo]" in out:  # PyTorch 2.9 prints lines of gloo first, one in the other.
             out = out[out.index("ddp on") :]
         self.assertRegex(out, self.REPORT)
         self.assert_learned(out)
-        self.assertEqual((err, list(folder.glob("tmp*"))), ("", []))
+        self.assertEqual((err, list(self.tmpdir.glob("tmp*"))), ("", []))
 
     def test_a_rank_that_is_killed_is_named_and_its_loader_workers_end(self):
-        script = self.script(KILL_A_RANK_WHILE_ITS_LOADER_WORKER_IS_IMPORTED)
-
-        _, err = run(script, "--nproc-per-node", 1, "--num-workers", 1, status=1)
+        _, err = finish(self.killed, status=1)
 
         self.assertIn("rank 0 was ended by SIGKILL\n", err)
 
@@ -2016,15 +2020,15 @@ class InTheRanks(Test):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
+        script = cls.script(REFUSE_WITH_THREADS, "threads")
+        cls.with_threads = start(script, "--nproc-per-node", 1, OMP_NUM_THREADS="3")
         cls.out, cls.err = run(cls.script(TELL_ABOUT_A_RANK_AND_REFUSE), status=2)
 
     def test_they_share_the_cores(self):
         self.assertEqual(self.out.count("3 threads"), 2)  # each half of 6
 
     def test_threads_that_the_user_has_set_stay_and_the_interface_is_the_loopback(self):
-        script = self.script(REFUSE_WITH_THREADS, "threads")
-
-        _, err = run(script, "--nproc-per-node", 1, status=2, OMP_NUM_THREADS="3")
+        _, err = finish(self.with_threads, status=2)
 
         self.assertEqual(err, f"threads.py: error: 3{LOOPBACK}\n")
 
