@@ -1941,7 +1941,8 @@ $"""
 
         launcher.kill()
 
-        finish(launcher, status=-signal.SIGKILL)  # It waits for the rank, too.
+        out, _ = finish(launcher, status=-signal.SIGKILL)  # It waits for the rank, too.
+        self.assertNotIn("epoch", out)
 
 
 class TheWatchdog(unittest.TestCase):
@@ -2766,6 +2767,11 @@ def run_of_program(path, options, stop_at=None):
     return result
 
 
+def numbers_of(line):
+    """Return the numbers in a line that a job has printed, and none that is part of a name."""
+    return [float(number) for number in re.findall(r"(?<= )(?:-?\d\S*|nan)(?= |$)", line)]
+
+
 def first_difference(ran, expected, exact=False):
     """Return in a sentence what differs first between two jobs, or None.
 
@@ -2778,16 +2784,13 @@ def first_difference(ran, expected, exact=False):
             moved = (tensor - before[name]).norm().item()
             rounding = 0 if exact else moved / 100 + tensor.norm().item() / 1e6
             if not (equal(net[name], tensor) or differs <= rounding):
-                what = f"after step {step} {name} differs by {differs:.1e}"
-                return f"{what}, having moved {moved:.1e}"
+                difference = f"{name} differs by {differs:.1e}, having moved {moved:.1e}"
+                return f"after step {step} {difference}"
     rel_tol, abs_tol = (0, 0) if exact else (1e-3, 0.002)
     for line, expected_line in zip(epochs_of(ran.out), epochs_of(expected.out), strict=True):
-        numbers, expected_numbers = (
-            re.findall(r"(?<= )(?:-?\d\S*|nan)(?= |$)", text) for text in (line, expected_line)
-        )
-        for number, other in zip(map(float, numbers), map(float, expected_numbers), strict=True):
-            if not math.isclose(number, other, rel_tol=rel_tol, abs_tol=abs_tol):
-                return f"{line}, not {expected_line}"
+        numbers, expected_numbers = numbers_of(line), numbers_of(expected_line)
+        if not np.allclose(numbers, expected_numbers, rel_tol, abs_tol, equal_nan=True):
+            return f"{line}, not {expected_line}"
     if exact and digest_of(ran.out)[-1:] != digest_of(expected.out)[-1:]:
         return "the digest differs"
 
@@ -2853,13 +2856,14 @@ class YourJob(Test):
         return status, out.getvalue()
 
     def assert_found(self, cause, *change):
-        """Assert that a change to the script fails the comparisons of training."""
+        """Assert that a change to the script makes training differ; return what is printed."""
         status, out = self.check(*change)
 
         self.assertEqual(status, 1)
         self.assertRegex(out, r"FAIL training is the same .*\n.* step \d \S+ differs by")
         self.assertRegex(out, f"\nlikely cause: .*{cause}")
         self.assertNotIn("nan", out)
+        return out
 
     def test_the_readmes_script_keeps_all_guarantees(self):
         status, out = self.check(options=["--channels=4"])
@@ -2882,17 +2886,22 @@ class YourJob(Test):
             self.assertIn(message, err.getvalue())
 
     def test_dropout_is_found_and_stops_without_harm(self):
-        self.assert_found(
-            "the net draws random numbers", "nn.Flatten()", "nn.Flatten(), nn.Dropout()"
-        )
+        change = "nn.Flatten()", "nn.Flatten(), nn.Dropout()"
+        out = self.assert_found("the net draws random numbers", *change)
+
+        self.assertIn("pass stopped and resumed on 3: the same bits", out)
 
     def test_items_with_unseeded_random_numbers_are_found(self):
         unseeded = "__import__('numpy').random.default_rng().random()"
-        self.assert_found("is another each time, as it draws", "torch.rand(())", unseeded)
+        out = self.assert_found("is another each time, as it draws", "torch.rand(())", unseeded)
+
+        self.assertIn("FAIL stopped and resumed on 3: the same bits", out)
 
     def test_a_loss_that_is_a_mean_is_found(self):
         mean = "batch_sums=lambda output, y: (nn.functional.cross_entropy(output, y), y.sum()))"
-        self.assert_found("batch_sums returns a mean", "lr_factor=lr_factor)", mean)
+        out = self.assert_found("batch_sums returns a mean", "lr_factor=lr_factor)", mean)
+
+        self.assertIn("FAIL evaluation is the same", out)
 
     def test_micro_batches_under_batch_norm_are_found_and_an_infinite_buffer_does_no_harm(self):
         buffer = '    net.register_buffer("mask", torch.full((2, 2), -math.inf))\n'
