@@ -550,6 +550,9 @@ def run_rank(rank, local_rank, args, make_task, store=None):
             time.sleep(5)
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         os._exit(2)
+    except Exception:
+        time.sleep(1)  # A rank that has only lost another one is ended meanwhile, and says nothing.
+        raise
     # Not in a `finally`: a rank that has failed would wait here for ranks that wait for it
     # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # DDP meet
@@ -561,7 +564,7 @@ def spawned(rank, args, make_task, store_path):
     """Run run_rank() in a process that launch() has started."""
     try:
         run_rank(rank, rank, args, make_task, dist.FileStore(store_path, args.world_size))
-    except Exception:  # At once: other ranks will fail because they have lost this one.
+    except Exception:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
         os._exit(1)
 
@@ -722,23 +725,18 @@ def refuse_not_finite(module, sums):
 def save_job(task, args, epoch, samples_read, sums):
     """Write what resume() goes on from, if the command line asks for it; all ranks may call it."""
     refuse_not_finite(task.module, sums)
-    if args.checkpoint is None:
+    if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
         return
-    failure = [None]
-    if dist.get_rank() == 0:  # DDP differ: one rank writes
-        state = {
-            "identity": identify(task, args.seed),
-            "progress": (epoch, samples_read, sums.cpu()),
-            "module": task.module.state_dict(),
-            "optimizer": task.optimizer.state_dict(),
-        }
-        try:
-            save_checkpoint(args.checkpoint, state)
-        except OSError as error:
-            failure = [error.strerror]
-    dist.broadcast_object_list(failure)  # DDP meet: all refuse it, or those that wait would fail
-    if failure[0]:
-        raise InputError(f"--checkpoint {args.checkpoint}: {failure[0]}")
+    state = {
+        "identity": identify(task, args.seed),
+        "progress": (epoch, samples_read, sums.cpu()),
+        "module": task.module.state_dict(),
+        "optimizer": task.optimizer.state_dict(),
+    }
+    try:
+        save_checkpoint(args.checkpoint, state)
+    except OSError as error:
+        raise InputError(f"--checkpoint {args.checkpoint}: {error.strerror}") from error
 
 
 def resume(task, device, args):

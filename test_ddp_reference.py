@@ -1807,7 +1807,366 @@ def regression_task(batch_sums, args, device):
     return sgd_task(args, data, data, nn.Linear(4, 1), **options)
 
 
-# PART_B
+# ---- Launching, failing, ending. What script() makes of each of these is a program that can be run
+# by hand, beside ddp_reference.py.
+KILL_WHILE_A_PROCESS_IS_IMPORTED = """
+import multiprocessing
+os.environ.setdefault("LAUNCHER", str(os.getpid()))  # The launcher comes here first.
+parent = os.getppid()
+if multiprocessing.current_process().name == os.environ["PROCESS"]:
+    os.kill(int(os.environ["LAUNCHER"]) if "KILL_LAUNCHER" in os.environ else parent, 9)
+    while os.getppid() == parent:
+        pass
+"""
+
+SLOW = """
+import threading
+wait, read = threading.Event().wait, ddp.SyntheticDataset.__getitem__
+def read_slowly(dataset, index):
+    wait(0.15)
+    return read(dataset, index)
+ddp.SyntheticDataset.__getitem__ = read_slowly
+def make_task(args, device):
+    wait(4)
+    return ddp.make_task(args, device)
+"""
+
+WAIT = "import threading; ddp.train = lambda *args: threading.Event().wait()"
+INTERRUPT_ITSELF = """
+def train(*args):
+    print(os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+ddp.train = train
+"""
+
+HANG_IN_THE_DATA = """
+import threading
+read = ddp.SyntheticDataset.__getitem__
+def sleep_here(dataset, index):
+    if torch.utils.data.get_worker_info() or dist.get_rank() == 1:
+        threading.Event().wait()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return read(dataset, index)
+ddp.SyntheticDataset.__getitem__ = sleep_here
+def make_task(args, device):
+    task = ddp.make_task(args, device)
+    dist.barrier()  # Their seconds begin at once.
+    return task
+"""
+
+TELL_ABOUT_A_RANK_AND_RAISE_ON_RANK_1 = """
+import contextlib, socket
+def train(*args):
+    addresses = set()
+    for fd in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # no socket
+            opened = socket.socket(fileno=os.dup(fd))
+            if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                addresses.add(opened.getsockname()[0])
+    group = torch.distributed.nn.functional.all_reduce.__defaults__[1]
+    threads, interface = os.environ["OMP_NUM_THREADS"], os.environ.get("GLOO_SOCKET_IFNAME")
+    text = f"{threads} threads, {interface}, listening on {addresses}, default group {group}\\n"
+    os.write(1, text.encode())  # in one piece: ranks share the pipe
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("by rank 1 alone")
+    dist.barrier()
+ddp.train = train
+if __name__ == "__main__":
+    del os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(6)  # as on 6 cores
+"""
+
+KILL_OR_RAISE_ON_RANK_0 = """
+train_step, steps = ddp.train_step, []  # It is killed at its fourth step.
+def killed_step(*args, **options):
+    steps.append(1)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1"
+    if len(steps) == 4 and dist.get_rank() == 0 and not restarted:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(*args, **options)
+ddp.train_step = killed_step
+def train(*args, train=ddp.train):
+    train(*args)
+    if dist.get_rank() == 0:
+        raise ValueError("at the end")
+ddp.train = train
+"""
+
+TELL_THE_INTERFACE = """
+def make_task(args, device):
+    print("interface:", os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+    return ddp.make_task(args, device)
+"""
+
+
+LEARNED = r"epoch 5 .* val_accuracy 0.[89]"  # Guessing would be 0.333.
+VERSION = re.escape(torch.__version__)
+REPORT = rf"""^ddp on gloo, world size 2, cpu, global batch size 24, torch {VERSION}
+(epoch \d \| loss \d\.\d+ accuracy \d\.\d+ \| val_loss \d\.\d+ val_accuracy \d\.\d+ \| \S+ samples/s
+){{6}}parameters sha256 [0-9a-f]{{64}}
+$"""
+
+
+class TheLaunch(Test):
+    """However a job ends, finish() sees all its processes end: they hold its pipes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        on_1 = "--epochs", 1000000, "--nproc-per-node", 1
+        slow = "--timeout", 3, "--global-batch-size", 1, "--num-samples", 25, "--length", 8
+        cls.slow = start(cls.script(SLOW, "slow"), *on_1, *slow)
+        cls.tmpdir = pathlib.Path(tempfile.mkdtemp(" # and space", dir=cls.folder))
+        cls.main_job = start(SCRIPT, "--length", 300, TMPDIR=str(cls.tmpdir))
+        cls.waiting = start(cls.script(WAIT, "waiting"), *on_1)
+        own = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": f"{LOOPBACK},{LOOPBACK}"}
+        cls.interrupted = start(cls.script(INTERRUPT_ITSELF, "interrupted"), *on_1, **own)
+        killing = cls.script(KILL_WHILE_A_PROCESS_IS_IMPORTED, "killing"), *on_1, "--num-workers", 1
+        rank, worker = {"PROCESS": "SpawnProcess-1"}, {"PROCESS": "SpawnProcess-1:1"}
+        cls.rank_killed = start(*killing, **worker)
+        cls.launcher_killed = [start(*killing, **at, KILL_LAUNCHER="1") for at in (rank, worker)]
+
+    def test_the_main_job_reports_in_the_agreed_form_that_it_learns_and_leaves_no_file(self):
+        out, err = finish(self.main_job)
+
+        if "[Gloo]" in out:  # PyTorch 2.9 prints lines of gloo first, one in the other.
+            out = out[out.index("ddp on") :]
+        self.assertRegex(out, REPORT)
+        self.assertRegex(out, LEARNED)
+        self.assertEqual((err, list(self.tmpdir.glob("tmp*"))), ("", []))
+
+    def test_a_rank_that_is_killed_is_named_and_a_loader_worker_that_is_imported_ends(self):
+        _, err = finish(self.rank_killed, status=1)
+
+        self.assertIn("rank 0 was ended by SIGKILL\n", err)
+
+    def test_a_rank_or_a_loader_worker_ends_whose_launcher_is_killed_while_it_is_imported(self):
+        for launcher in self.launcher_killed:
+            out, _ = finish(launcher, status=-signal.SIGKILL)
+
+            self.assertNotIn("epoch", out)
+
+    def test_ctrl_c_that_the_launcher_alone_gets_ends_the_job_quietly(self):
+        self.waiting.stdout.readline()  # It is said before the training.
+
+        os.kill(self.waiting.pid, signal.SIGINT)
+
+        self.assertEqual(finish(self.waiting, status=130), ("", ""))
+
+    def test_sigint_to_one_rank_alone_ends_the_job_and_what_the_user_has_set_stayed(self):
+        out, err = finish(self.interrupted, status=1)
+
+        self.assertEqual(err, "rank 0 was ended by SIGINT\n")
+        self.assertIn(f"3 {LOOPBACK},{LOOPBACK}\n", out)
+
+    def test_no_batch_takes_too_long_in_a_slow_job_that_goes_on_until_ctrl_c(self):
+        self.slow.stdout.readline()
+        epoch = self.slow.stdout.readline()
+
+        os.killpg(self.slow.pid, signal.SIGINT)
+
+        _, err = finish(self.slow, status=130)
+        self.assertEqual((epoch[:7], err), ("epoch 0", ""))
+
+
+class AFailure(Test):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        hanging = cls.script(HANG_IN_THE_DATA, "hanging"), "--timeout", 4, "--nproc-per-node"
+        cls.hanging = start(*hanging, 3)
+        cls.asleep = start(*hanging, 1, "--num-workers", 1)
+        telling = TELL_ABOUT_A_RANK_AND_RAISE_ON_RANK_1
+        refusing = cls.script(telling.replace("ValueError", "ddp.InputError"), "refusing")
+        cls.refusing = start(refusing, "--nproc-per-node", 2)
+        cls.without_val_shards = start(SCRIPT, "--shards", "x", "--checkpoint", cls.folder / "ck")
+        cls.out, cls.err = run(cls.script(telling), status=1)
+
+    def test_where_a_rank_sleeps_and_one_is_frozen_each_awake_says_where_in_one_piece(self):
+        _, err = finish(self.hanging, status=1)
+
+        stack = r"!\n((?:Thread .*\n(?:  File .*\n)+\n?)+)"
+        timeouts = rf"^Timeout \(0:00:04\){stack}Timeout \(0:00:04\.100000\){stack}rank 0 was"
+        waiting, sleeping = re.search(timeouts, err).groups()
+        self.assertIn(" in data_parallel\n", waiting)
+        self.assertIn(" in sleep_here\n", sleeping)
+        self.assertIn("rank 0 was ended by SIGALRM\n", err)
+
+    def test_where_a_loader_worker_sleeps_the_rank_says_that_it_waits_for_a_batch(self):
+        _, err = finish(self.asleep, status=1)
+
+        self.assertRegex(err, r"Timeout \(0:00:04\)!(.*\n)+  File .* in watched\n")
+        self.assertIn("rank 0 was ended by SIGALRM\n", err)
+
+    def test_ranks_share_the_cores_and_listen_on_the_loopback_and_no_default_holds_their_group(
+        self,
+    ):
+        # The exit would abort if a default argument of PyTorch did: pytorch/pytorch#190489.
+        told = f"3 threads, {LOOPBACK}, listening on {{'127.0.0.1'}}, default group None\n"
+
+        self.assertEqual(self.out.count(told), 2)
+
+    def test_a_rank_that_raises_or_refuses_its_input_is_the_only_one_that_says_so(self):
+        _, by_one = finish(self.refusing, status=2)
+        out, by_all = finish(self.without_val_shards, status=2)
+
+        self.assertEqual(by_one, "refusing.py: error: by rank 1 alone\n")
+        self.assertEqual(by_all, "ddp_reference.py: error: --shards and --val-shards go together\n")
+        self.assertEqual((out.count("\n"), list(self.folder.glob("ck*"))), (1, []))
+        self.assertRegex(
+            self.err, r"^rank 1 failed:\nTraceback(.*\n)+ValueError: by rank 1 alone\n\n$"
+        )
+        self.assertEqual(self.err.count("Traceback"), 1)  # not that of rank 0, which lost rank 1
+
+
+class UnderTorchrun(Test):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        one_machine = *TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"
+        script = cls.script(KILL_OR_RAISE_ON_RANK_0, "killed")
+        options = f"{SMALL} --checkpoint-every 1 --checkpoint {cls.folder}/killed".split()
+        can_restart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        cls.killed = start(*one_machine, script, *options, **can_restart)
+        store = f"--rdzv-conf=store_type=file --rdzv-endpoint={cls.folder}/store"
+        options = f"{store} --rdzv-backend=c10d --nnodes=2 --nproc-per-node=1".split()
+        agent = *TORCHRUN, *options, cls.script(TELL_THE_INTERFACE, "telling"), *SMALL.split()
+        cls.agents = [start(*agent, GLOO_SOCKET_IFNAME=LOOPBACK) for _ in range(2)]
+        [cls.digest] = digest_of(on_ranks(2, job, SMALL)[0].out)
+
+    def test_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
+        out, err = finish(self.killed, status=1)
+
+        self.assertIn("epoch 1, 22 samples read", out)
+        self.assertIn(self.digest, out)
+        self.assertRegex(err, "(?s)Root Cause.*ValueError: at the end")  # torchrun's report
+
+    def test_two_agents_train_what_one_launch_does_not_bound_to_the_loopback(self):
+        out = "".join(finish(agent)[0] for agent in self.agents)
+
+        self.assertIn(self.digest, out)
+        self.assertEqual(out.count("interface: None"), 2)
+
+
+# ---- The command line
+class TheCommandLine(Test):
+    """What cannot work is refused in one line that says what to do."""
+
+    TORCHRUN = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "3",
+    }
+
+    def assert_refused(self, options, message, **environ):
+        """Assert that a launcher exits with status 2 after a line with this message."""
+        parser = ddp.make_parser()
+        ddp.add_task_options(parser)
+        with (
+            self.subTest(options),
+            mock.patch.dict(os.environ, environ),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            with self.assertRaisesRegex(SystemExit, "^2$"):
+                ddp.main(options.split(), ddp.make_task, parser)
+            self.assertRegex(err.getvalue(), rf"^.* error: .*{message}.*\n$")
+            self.assertEqual(out.getvalue(), "")
+
+    def test_the_defaults_are_those_that_the_help_says(self):
+        parser = ddp.make_parser()
+        ddp.add_task_options(parser)
+        defaults = vars(parser.parse_args([])).items()
+        numbers = {name: str(value) for name, value in defaults if type(value) in (int, float)}
+
+        option = r"--([a-z-]+) [A-Z_]+\s(?:(?!--)[^\[])*\[([\d.]+)\]"
+        said = dict(re.findall(option, parser.format_help()))
+
+        self.assertEqual({name.replace("-", "_"): value for name, value in said.items()}, numbers)
+
+    def test_numbers_out_of_range(self):
+        from_1 = "nproc-per-node epochs global-batch-size micro-batch-size checkpoint-every timeout"
+        for name in f"{from_1} num-samples length num-workers seed lr clip-grad-norm".split():
+            from_0 = name in ("num-workers", "seed", "lr", "clip-grad-norm")
+            for value in ["-1", "nan", "inf", "x"] + ["0"] * (not from_0):
+                self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
+
+    def test_options_that_cannot_work_here(self):
+        would_hang = self.TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for options, message, environ in (
+            ("--checkpoint-every 1", "needs --checkpoint", {}),
+            ("--parallel dp --amp", "one process, without --amp", {}),
+            ("--parallel dp --nproc-per-node 2", "one process", {}),
+            ("--parallel dp", "one process", self.TORCHRUN),
+            ("--backend nccl", "2 and not 0; with --backend gloo", {}),
+            ("--nproc-per-node 2", "give it before the file", self.TORCHRUN),
+            ("", "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", would_hang),
+            ("", "start the processes with torchrun", {"WORLD_SIZE": "2"}),
+        ):
+            self.assert_refused(options, message, **environ)
+
+    def test_steps_that_are_too_small_for_the_processes(self):
+        for options, message in {
+            "--global-batch-size 1": "a step of 1 samples is too small for 2 processes: try",
+            "--global-batch-size 1 --drop-last": "a step of 1 samples is too small",
+            "--num-samples 23 --drop-last": "nothing to train on: no step of 24 samples",
+        }.items():
+            for error in on_ranks(2, error_of_job, options):
+                self.assertIn(f"InputError: {message}", error)
+
+
+# ---- On GPUs, if there are any
+@unittest.skipUnless(GPUS, "needs a GPU")
+class OnGPUs(Test):
+    VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
+
+    def run_job(self, options, script=SCRIPT, status=0):
+        return run(script, *options.split(), status=status, CUDA_VISIBLE_DEVICES=self.VISIBLE)
+
+    def test_one_process_per_gpu_trains_as_one_process_does_also_if_killed(self):
+        expected, _ = self.run_job(f"{SMALL} --nproc-per-node 1")
+        options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/ck"
+        killed, _ = self.run_job(options, self.script(KILL_OR_RAISE_ON_RANK_0), status=1)
+
+        resumed, _ = self.run_job(options)
+
+        self.assertIn(f"ddp on nccl, world size {GPUS}, cuda, ", killed)
+        self.assertIn("epoch 1, 22 samples read", resumed)
+        self.assertEqual(epochs_of(killed) + epochs_of(resumed)[-1:], epochs_of(expected))
+
+    def test_data_parallel_learns_in_one_process(self):
+        out, _ = self.run_job("--length 1000 --parallel dp")
+
+        self.assertIn("dp on nccl, world size 1, cuda, ", out)
+        self.assertRegex(out, LEARNED)
+
+    def test_processes_share_a_gpu_if_gloo_is_asked_for(self):
+        options = f"{SMALL} --nproc-per-node {GPUS + 1}"
+
+        out, _ = self.run_job(f"{options} --backend gloo")
+        _, err = self.run_job(options, status=2)
+
+        self.assertIn(f"ddp on gloo, world size {GPUS + 1}, cuda, ", out)
+        self.assertIn("--backend gloo", err)
+
+    def test_a_launcher_that_shows_each_process_a_gpu_of_its_own_may_ask_for_nccl(self):
+        script = self.script("ddp.run_rank = lambda *args: print(args[2].backend)")
+        environ = {
+            "RANK": "0",
+            "LOCAL_RANK": "3",
+            "CUDA_VISIBLE_DEVICES": self.VISIBLE.split(",")[0],
+        }
+        environ = TheCommandLine.TORCHRUN | {"LOCAL_WORLD_SIZE": "8"} | environ
+
+        asked, _ = run(script, "--backend", "nccl", **environ)
+        _, unasked = run(script, status=2, **environ)
+
+        self.assertEqual(asked, "nccl\n")
+        self.assertIn("NCCL needs a GPU for each process, 8 and not", unasked)
 
 
 # ---- Your own job under the guarantees: bash run.sh test my_job.py [its options]
