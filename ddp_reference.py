@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import glob
 import hashlib
 import io
@@ -840,8 +841,8 @@ def end_with_parent(worker_id=None):
 # ---- Tar shards, for data of many small files
 def decode_npy(*contents):
     """Return a tensor for each content of a .npy file; nothing is unpickled."""
-    arrays = [np.load(io.BytesIO(content), allow_pickle=False) for content in contents]
-    return tuple(map(torch.from_numpy, arrays))
+    read = functools.partial(np.lib.format.read_array, allow_pickle=False)
+    return tuple(torch.from_numpy(read(io.BytesIO(content))) for content in contents)
 
 
 class ShardDataset(Dataset):
@@ -851,7 +852,7 @@ class ShardDataset(Dataset):
     shards: paths or glob patterns. What a pattern finds is sorted: the same on all machines.
     members, decode: decode makes an item of the contents of these members, which are bytes.
 
-    The headers are read once, here, in some 0.1 ms a sample; 24 bytes a member stay in memory.
+    The headers are read once, here, in some 0.1 ms a sample, of which 40 bytes stay in memory.
     Raises InputError for a shard that is missing or damaged or lacks a member, and ValueError for
     what decode refuses.
     """
@@ -862,7 +863,7 @@ class ShardDataset(Dataset):
         for pattern in shards:
             # A pattern without a shard is kept: read_index() cannot open it, and says so.
             self.paths += sorted(glob.glob(str(pattern))) or [pattern]
-        # int64 (samples, members, 3). As a tensor it is small, and cheap to give to loader workers.
+        # A row a sample. As a tensor it is small, and cheap to give to loader workers.
         places = [read_index(number, path, members) for number, path in enumerate(self.paths)]
         self.places = torch.cat(places)
 
@@ -870,9 +871,10 @@ class ShardDataset(Dataset):
         return len(self.places)
 
     def __getitem__(self, index):
-        contents = []
-        for number, begin, size in self.places[index].tolist():
-            with open(self.paths[number], "rb") as file:
+        number, *places = self.places[index].tolist()
+        with open(self.paths[number], "rb") as file:
+            contents = []
+            for begin, size in zip(places[::2], places[1::2], strict=True):
                 file.seek(begin)
                 contents.append(file.read(size))
         try:
@@ -882,7 +884,7 @@ class ShardDataset(Dataset):
 
 
 def read_index(number, path, members):
-    """Return for each sample of a shard where its members lie: (number, begin, size) of each."""
+    """Return a row for each sample of a shard: its number, and begin and size of each member."""
     samples = {}
     try:
         with tarfile.open(path, "r:") as tar:
@@ -892,13 +894,17 @@ def read_index(number, path, members):
                 stem, dot, member = name.partition(".")
                 if stem and dot and header.isreg() and not header.issparse():
                     sample = samples.setdefault((folder, stem), {})
-                    sample[member] = number, header.offset_data, header.size
+                    sample[member] = header.offset_data, header.size
             # tarfile takes a damaged header for the end. The end is two blocks of zeros.
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(1024) != bytes(1024):
                 raise ValueError("damaged or cut off")
-        places = [[sample[member] for member in members] for sample in samples.values()]
-        return torch.tensor(places, dtype=torch.int64).view(-1, len(members), 3)
+        rows = []
+        for sample in samples.values():
+            rows.append([number])
+            for member in members:
+                rows[-1] += sample[member]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 1 + 2 * len(members))
     except Exception as error:  # Damaged headers raise many kinds.
         raise InputError(f"shard {path} is damaged or lacks a member: {error!r}") from error
 
