@@ -12,14 +12,15 @@ DistributedDataParallel (DDP) averages the gradients over the ranks. Then every 
 optimizer step, so the copies stay equal.
 
 A collective is a call that all ranks must make, in the same order, or the job hangs: an all-reduce
-gives each of them the sum of their tensors, a broadcast rank 0's tensor, an all-gather all tensors.
-"DDP meet" marks these calls, "DDP differ" lines in which ranks do different things.
+gives every rank the sum of their tensors, a broadcast rank 0's, an all-gather all of them. NCCL (on
+GPUs) or gloo (on CPUs) carries them. The comment "DDP meet" marks a collective; "DDP differ" marks
+a line in which ranks do different things.
 
 The number of ranks changes the time, not the training, even if a job is killed and goes on with
 another number. There are three exceptions: rounding (1e-6; more with --amp, or with TF32, which
 convolutions on GPUs use by default), dropout, and BatchNorm with --micro-batch-size. With as many
-ranks and threads as before, a resumed job ends with the same bits. That was seen on CPUs; GPUs
-would also need deterministic algorithms, which is untried.
+ranks and threads as before, a resumed job ends with the same bits as one that was never stopped.
+That was seen on CPUs; GPUs would also need deterministic algorithms, which is untried.
 """
 
 import argparse
@@ -58,7 +59,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 
-# ---- Your task: data, net, optimizer and loss. To train what is yours, change this part.
+# ---- Your task: data, net, optimizer and loss. To train your own, change this part.
 @dataclasses.dataclass
 class SyntheticDataset(Dataset):
     """Random signals with a label at every position; item i depends on (seed, i) alone.
@@ -107,9 +108,9 @@ def batch_sums(logits, y):
     """Return a batch's (loss_sum, num_correct, num_labels): numbers, or tensors without dimensions.
 
     logits (N, C, ...), y int64 (N, ...). Only loss_sum has a graph. They are sums, as means over
-    unequally many labels could not be added up over micro-batches and ranks.
+    unequally many labels could not be added up.
     """
-    if y.is_floating_point():  # cross_entropy would take them for probabilities.
+    if y.is_floating_point():  # cross_entropy would take floats for probabilities.
         raise TypeError("labels must be integers; a regression has its own batch_sums")
     loss_sum = F.cross_entropy(logits, y, reduction="sum")
     predicted = logits.detach().max(dim=1).indices
@@ -121,11 +122,11 @@ class Task:
     """What a job trains. The first dimension of x, y and the module's output counts samples.
 
     train_set, val_set: map-style datasets of pairs (x, y).
-    module: the net, on the device. What DDP makes of it is called the model.
+    module: the bare net, on the device. Wrapped in DDP it is called the model.
     batch_sums: a function (output, y) as above. metric: the name under which its second sum,
         divided by the third, is printed.
-    lr_factor: a function of the epochs done so far, a real number, by which each learning rate is
-        multiplied before each step, so a schedule survives any stop. It overwrites torch.optim's.
+    lr_factor: before each step each learning rate is multiplied by lr_factor(epochs done, a float).
+        So a schedule survives any stop. It overrides torch.optim's schedulers.
     """
 
     train_set: Dataset
@@ -139,7 +140,7 @@ class Task:
 
     def __post_init__(self):
         for group in self.optimizer.param_groups:
-            group["lr"] = float(group["lr"])  # A number of NumPy's could not be loaded again.
+            group["lr"] = float(group["lr"])  # torch.load(weights_only=True) refuses NumPy's.
 
 
 def add_task_options(parser):
@@ -154,8 +155,8 @@ def add_task_options(parser):
 def make_task(args, device):
     """Return the Task that the command line's args describe; main() takes such a function of yours.
 
-    Every process calls it, with generators that were seeded alike: so a random split is the same
-    everywhere. Files that are listed from a disk must be sorted.
+    Every process calls it with equally seeded generators, so a random split is the same everywhere.
+    Sort files that you list from a disk.
     """
     if args.shards and args.val_shards:
         train_set, val_set = ShardDataset(args.shards), ShardDataset(args.val_shards)
@@ -171,7 +172,7 @@ def make_task(args, device):
 
 # ---- The loop
 def train(args, device, make_task, timeout):
-    """One rank's part of the job: the loop on one GPU, with the lines that differ marked.
+    """The usual training loop, which every rank runs; comments mark where ranks meet or differ.
 
     What it calls follows below. samples_read is how many samples of the epoch all ranks together
     have trained on, and sums, float64 (3,), what batch_sums gives for them.
@@ -179,7 +180,7 @@ def train(args, device, make_task, timeout):
     seed_generators(args.seed)  # All ranks make the same net, and the same random split.
     task = make_task(args, device)
     optimizer = task.optimizer
-    # Noted before resume() overwrites them by those of the stopped job.
+    # Noted before resume() loads those of the stopped job.
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     set_timeout(timeout)  # From here on ranks wait for each other.
     loader, val_loader = make_loaders(task, device, args)  # DDP differ: each rank has its share
@@ -191,7 +192,7 @@ def train(args, device, make_task, timeout):
         loader.dataset.set_epoch(epoch)  # for the random numbers of the items
         loader.batch_sampler.set_epoch(epoch, samples_read)  # for their order
         step_sizes = loader.batch_sampler.step_sizes  # over all ranks
-        # All ranks have read the old one in resume(). The first shows that it can be written.
+        # After resume(), in which all ranks read it; before the first step, as it may fail.
         save_job(task, args, epoch, samples_read, sums)
         began, read_before = time.perf_counter(), samples_read
         model.train()
@@ -200,7 +201,7 @@ def train(args, device, make_task, timeout):
             for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
                 group["lr"] = float(learning_rate * factor)
             micro_batches = split_share(batch, step_sizes[step], args.micro_batch_size)
-            seed = args.seed, epoch, samples_read
+            seed = args.seed, epoch, samples_read  # another for each step
             clip = args.clip_grad_norm
             sums += train_step(model, optimizer, micro_batches, seed, clip, **options)  # DDP meet
             samples_read += step_sizes[step]
@@ -229,7 +230,7 @@ def train(args, device, make_task, timeout):
 
 def seed_generators(*numbers):
     """Seed PyTorch's, NumPy's and Python's generators by these integers from 0 on."""
-    # SeedSequence ignores zeros at the end. Their number tells (1, 2) from (1, 2, 0).
+    # SeedSequence ignores zeros at the end; the count tells (1, 2) from (1, 2, 0).
     seed = int(np.random.SeedSequence((*numbers, len(numbers))).generate_state(1)[0])
     torch.default_generator.manual_seed(seed)  # torch.manual_seed(seed) takes 70 times as long.
     if torch.cuda.is_initialized():  # not in loader workers
@@ -271,7 +272,7 @@ class DistributedSampler(Sampler):
         self._passes = 0
 
     def order(self):
-        """Return the epoch's order of the whole dataset, int32 (n,); warn at the second time."""
+        """Return the epoch's order of the whole dataset, int32 (n,); warn on the second call."""
         self._passes += 1
         if self._passes == 2 and self.shuffle:
             # torch stays silent: pytorch/pytorch#31771.
@@ -290,7 +291,7 @@ class DistributedSampler(Sampler):
         indices = order[self.rank : self.total_size : self.num_replicas]  # DDP differ
         for chunk in indices.split(8192):  # A list of all would take 36 bytes for each.
             yield from chunk.tolist()
-        if len(indices) < self.num_samples:  # The last position is beyond the end of the order.
+        if len(indices) < self.num_samples:  # One short: repeat one from the order's beginning.
             last = self.total_size - self.num_replicas + self.rank
             yield order[last % len(order)].item()
 
@@ -303,7 +304,7 @@ class DistributedBatchSampler(Sampler):
     in steps of 24 make 24, 24, 24, 14, 14. drop_last leaves out what does not fill a step. So the
     steps are the same on any number of ranks, and one number, samples_read, says where to go on.
 
-    step_sizes: of the steps that are left of the epoch the numbers of samples, over all ranks.
+    step_sizes: the number of samples, over all ranks, of each step left in the epoch.
     Raises InputError if there is no step, or one with fewer samples than ranks.
     """
 
@@ -408,7 +409,7 @@ def data_parallel(task, args):
         return nn.DataParallel(task.module)
     if not args.local_bn:
         convert_batch_norm(task.module)
-    # Gradients lie where DDP reduces them: no copy.
+    # Gradients live in DDP's buckets: no copy.
     model = DistributedDataParallel(task.module, gradient_as_bucket_view=True)  # DDP meet
 
     x, y = task.collate_fn([task.train_set[0]] * 2)  # BatchNorm may refuse a single sample.
@@ -426,15 +427,16 @@ def data_parallel(task, args):
 def split_share(batch, step_size, micro_batch_size):
     """Return a rank's share of a step, a batch (x, y), as a list of micro-batches.
 
-    The step is cut evenly, and of each part every rank has its samples. So all ranks have equally
-    many micro-batches, and none is empty. A part holds the same samples on any number of ranks if
-    ranks * micro_batch_size is the same. As it has a sample for every rank, one rank may have one
-    more than micro_batch_size.
+    The step is cut into even parts, and every rank takes its samples of each. So all ranks have
+    equally many micro-batches, and none is empty. 14 samples on 2 ranks in micro-batches of 4 make
+    parts of 7: rank 0 takes 4 and 3, rank 1 takes 3 and 4. The parts are the same on any number of
+    ranks if ranks * micro_batch_size is. If a part had fewer samples than there are ranks, parts
+    are larger, and a rank may have one sample more than micro_batch_size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_parts = math.ceil(step_size / (world_size * micro_batch_size))
     num_parts = min(num_parts, step_size // world_size)
-    # So many of this rank's samples lie before each cut.
+    # The number of this rank's samples before each cut.
     cuts = [len(range(rank, i * step_size // num_parts, world_size)) for i in range(1, num_parts)]
     xs, ys = (tensor.tensor_split(cuts) for tensor in batch)
     return list(zip(xs, ys, strict=True))
@@ -455,8 +457,8 @@ def train_step(
     seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
     sums = 0
     for i, (x, y) in enumerate(micro_batches, start=1):
-        # Only the last backward all-reduces; before it gradients add up here, under no_sync().
-        # nn.DataParallel (--parallel dp) has no no_sync() and needs none.
+        # DDP all-reduces in each backward but under no_sync(). So all but the last are made under
+        # it, and their gradients add up on this rank. nn.DataParallel has no no_sync().
         syncs = i == len(micro_batches) or not isinstance(model, DistributedDataParallel)
         with contextlib.nullcontext() if syncs else model.no_sync():
             loss_sum, micro_batch_sums = run_micro_batch(model, x, y, batch_sums, amp)
@@ -464,8 +466,7 @@ def train_step(
         sums += micro_batch_sums
     dist.all_reduce(sums)  # DDP meet
 
-    # The gradient is now the sum over all ranks / world size. It becomes the sum over all ranks /
-    # labels of all ranks. Without any label it is 0.
+    # DDP has left the sum over ranks / world size. Make it the sum over ranks / number of labels.
     factor = dist.get_world_size() / sums[2].clamp(min=1)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -486,7 +487,7 @@ def run_micro_batch(model, x, y, batch_sums, amp=False):
     device = next(model.parameters()).device
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-        output = model(x)  # DDP meet: it copies rank 0's buffers to all, and BatchNorm meets.
+        output = model(x)  # DDP meet: rank 0's buffers are broadcast; BatchNorm gathers.
         loss_sum, metric_sum, num_labels = batch_sums(output, y)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sums[0] += loss_sum
@@ -499,8 +500,8 @@ def run_micro_batch(model, x, y, batch_sums, amp=False):
 def evaluate(module, loader, device, batch_sums=batch_sums, amp=False):
     """Return [loss, metric] over the batches of all ranks, of which some may have none.
 
-    module: not the model, whose forward is a collective. It stays in eval mode. Without any label
-    the results are nan.
+    module: the bare net, as the model's forward is a collective. It stays in eval mode. Without any
+    label the results are nan.
     """
     for buffer in module.buffers():
         received = buffer.clone()  # gloo sends a buffer that is a slice of a tensor wrongly.
@@ -537,7 +538,7 @@ def run_rank(rank, local_rank, args, make_task, store=None):
         rank=rank,
         world_size=args.world_size,
         device_id=device if args.backend == "nccl" else None,
-        timeout=datetime.timedelta(seconds=args.timeout + 10),  # later than set_timeout()
+        timeout=datetime.timedelta(seconds=args.timeout + 10),  # after set_timeout()'s end
     )
     print_on_rank_0(
         f"{args.parallel} on {args.backend}, world size {args.world_size}, {device.type}, "
@@ -546,13 +547,13 @@ def run_rank(rank, local_rank, args, make_task, store=None):
     try:
         train(args, device, make_task, args.timeout + local_rank / 10)
     except InputError as error:
-        # If all refuse it, rank 0 alone says so: the others are ended while they sleep.
+        # If all refuse, rank 0 alone prints: the others are ended while they sleep.
         if rank != 0:  # DDP differ
             time.sleep(5)
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         os._exit(2)
     except Exception:
-        time.sleep(1)  # A rank that has only lost another one is ended meanwhile, and says nothing.
+        time.sleep(1)  # A rank that failed only as another did is ended meanwhile, and is quiet.
         raise
     # Not in a `finally`: a rank that has failed would wait here for ranks that wait for it
     # (pytorch/torchtitan#1342).
@@ -574,8 +575,8 @@ def launch(args, make_task):
     """Start the job's processes on this machine; return the exit status if it is not 0."""
     nprocs = args.nproc_per_node
     threads = max(1, torch.get_num_threads() // nprocs)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Each process would take all cores.
-    # What fails has reported it, and is not to be reported twice.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Otherwise each takes all cores.
+    # A failed rank has printed its error; spawn must not repeat it.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"  # A port could be another job's (pytorch/pytorch#126510).
@@ -595,7 +596,7 @@ def launch(args, make_task):
 
 # ------------------------------------------------------------------------------------------------
 # The above is data-parallel training. What follows makes BatchNorm one over all ranks, lets a job
-# survive, reads shards, and starts the job by hand.
+# survive, reads shards, and handles the command line.
 
 
 # ---- BatchNorm over the job
@@ -624,7 +625,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def job_statistics(self, x):
         """Return the (count, mean, var) of each channel's values on all ranks, each float (C,)."""
         dims = [0, *range(2, x.dim())]
-        # As the buffers they are float32, also where autocast has made x bfloat16.
+        # float32 like the buffers, even where autocast has made x bfloat16
         mean = x.mean(dims, keepdim=True, dtype=self.running_mean.dtype)
         var = (x - mean).square_().mean(dims)  # x.var() takes ten times as long on a CPU.
         count = torch.full_like(var, x[:, 0].numel())
@@ -641,7 +642,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 class ThroughStatistics(torch.autograd.Function):
     """The identity, but x's gradient also goes through the statistics.
 
-    F.batch_norm() takes mean and variance for constants. As each x moves both, its gradient g
+    F.batch_norm() treats mean and variance as constants. As each x moves both, its gradient g
     becomes g - mean(g) - v * mean(g * v), where v is x normalised; the means are over all ranks.
     """
 
@@ -683,10 +684,10 @@ class InputError(ValueError):
 
 
 def save_checkpoint(path, state):
-    """Write a checkpoint. At every moment `path` is the old one or the new one, complete.
+    """Write a checkpoint. At every moment path holds the complete old or the complete new one.
 
     state: tensors and plain Python values; what cannot be loaded again raises torch.load's error.
-    Rank 0 alone writes. A process that is killed leaves a file beside, PATH with 32 digits.
+    Only rank 0 writes. A killed process may leave a temporary file, PATH plus 32 digits.
     """
     path = os.path.realpath(path)  # A link stays a link.
     temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
@@ -850,9 +851,9 @@ class ShardDataset(Dataset):
 
     In such a file a/017.x.npy and a/017.y.npy are the members x.npy and y.npy of one sample.
     shards: paths or glob patterns. What a pattern finds is sorted: the same on all machines.
-    members, decode: decode makes an item of the contents of these members, which are bytes.
+    members, decode: decode(*contents) makes an item from these members' bytes.
 
-    The headers are read once, here, in some 0.1 ms a sample, of which 40 bytes stay in memory.
+    The headers are read once, here: some 0.1 ms and 40 bytes of memory a sample.
     Raises InputError for a shard that is missing or damaged or lacks a member, and ValueError for
     what decode refuses.
     """
@@ -974,7 +975,7 @@ def decide_processes(args, refuse):
     args.micro_batch_size = args.micro_batch_size or share
     if args.parallel == "dp" and (args.world_size > 1 or args.amp):
         refuse("--parallel dp is one process, without --amp")
-    # A launcher may show each process only the GPU that is its own: then --backend nccl says so.
+    # If a launcher shows each process only its own GPU, --backend nccl says so.
     has_own = torchrun and args.backend == "nccl"
     args.backend = args.backend or ("nccl" if gpus else "gloo")
     if args.backend == "nccl" and gpus < (1 if has_own else args.nproc_per_node):
