@@ -89,7 +89,7 @@ class ConvNet(nn.Sequential):
     """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, num_classes, L).
 
     The convolutions have no bias. BatchNorm would cancel it, so its gradient would be rounding
-    error, which differs with the number of ranks.
+    error, which differs with the number of ranks, and Adam would make full steps of it.
     """
 
     def __init__(self, num_classes=3):
@@ -315,7 +315,8 @@ class DistributedBatchSampler(Sampler):
         self.drop_last = drop_last
         self.set_epoch(0)
         if not self.step_sizes:
-            raise InputError(f"nothing to train on: no step of {global_batch_size} samples")
+            n = len(sampler.dataset)
+            raise InputError(f"nothing to train on: no step of {global_batch_size} samples in {n}")
 
     def set_epoch(self, epoch, samples_read=0):
         """Choose the epoch's order, without its first samples, which the job has read."""
@@ -452,7 +453,7 @@ def train_step(
     be wrong wherever ranks or micro-batches have unequally many (huggingface/transformers#34242).
 
     micro_batches: a list of pairs (x, y), equally many on all ranks.
-    seed: integers from 0 on, the same on all ranks and others in each step.
+    seed: a tuple of integers from 0 on, the same on all ranks and others in each step.
     Returns the sums of run_micro_batch() over all ranks. Nothing here waits for a GPU.
     """
     seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
