@@ -17,8 +17,8 @@ GPUs) or gloo (on CPUs) carries them. The comment "DDP meet" marks a collective;
 a line in which ranks do different things.
 
 The number of ranks changes the time, not the training, even if a job is killed and goes on with
-another number. There are three exceptions: rounding (1e-4 in a parameter after six epochs; more
-with --amp, or with TF32, the default of convolutions on GPUs), dropout, and BatchNorm with
+another number. There are three exceptions: rounding (1e-7 at first, which training amplifies;
+more with --amp, or with TF32, the default of convolutions on GPUs), dropout, and BatchNorm with
 --micro-batch-size. With as many ranks and threads as before, a resumed job ends with the same bits
 as one that was never stopped. That was seen on CPUs; GPUs would also need deterministic algorithms,
 which is untried.
