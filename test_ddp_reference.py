@@ -232,7 +232,7 @@ class Lesson4Evaluation(unittest.TestCase):
 # It is one nn.BatchNorm over what all ranks compute at once: the whole global batch, if a share is
 # one micro-batch. To break it, leave out `(means - mean).square()` in job_statistics:
 # test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
-def net_with_batch_norm(affine=True, momentum=0.1):
+def net_with_batch_norm(affine=True, momentum=0.3):
     """Return a net with BatchNorm in two dimensions, and on features."""
     options = {"affine": affine, "momentum": momentum}
     layers = nn.BatchNorm2d(3, **options), nn.Tanh(), nn.Flatten(), nn.BatchNorm1d(12, **options)
@@ -754,7 +754,16 @@ class TheBatchNorm(unittest.TestCase):
         [(output, _, _, buffers)] = on_ranks(1, share_through_net, x, gradient, {})
 
         assert_close(output, torch.zeros(1, 12))
-        assert_close(buffers["3.running_var"], torch.full((12,), 0.9))
+        assert_close(buffers["3.running_var"], torch.full((12,), 0.7))
+
+    def test_of_bfloat16_the_statistics_are_float32_and_the_output_is_bfloat16(self):
+        x, gradient = (10 + nine_samples()[:4]).bfloat16(), torch.ones(4, 12)
+        expected = run_net(net_with_batch_norm(), x, gradient)
+
+        [(output, _, _, buffers)] = on_ranks(1, share_through_net, x, gradient, {})
+
+        torch.testing.assert_close(output, expected[0], rtol=0.02, atol=0.02)  # the dtype, too
+        assert_close(buffers["0.running_mean"], expected[3]["0.running_mean"])
 
     def test_a_layer_keeps_names_and_hooks_and_in_eval_mode_its_output_others_stay(self):
         others = nn.BatchNorm2d(3, track_running_stats=False), nn.SyncBatchNorm(3).eval()
@@ -902,6 +911,7 @@ class AfterAStop(Test):
         task = changed(batch_sums=telling_sums, **own)
         options = f"{SMALL} --global-batch-size 6"  # 8 steps in an epoch
         expected = on_ranks(3, job, options, task)
+        other_seed = on_ranks(1, job, f"{options} --seed 1", task)
 
         out = ""
         options += f" --checkpoint-every 1 --checkpoint {self.folder}/random"
@@ -910,9 +920,9 @@ class AfterAStop(Test):
 
         self.assertEqual(epochs_of(out), epochs_of(expected[0].out))
         self.assertEqual(digest_of(out), digest_of(expected[0].out))
-        drawn = [re.findall("training.*", rank.out) for rank in expected]
+        drawn = [re.findall("training.*", rank.out) for rank in expected + other_seed]
         # All ranks have made the task, and the backward that is undone, with the same numbers.
-        self.assertEqual(len(set(sum(drawn, []))), 1 + 3 * 16)
+        self.assertEqual(len(set(sum(drawn, []))), 1 + 3 * 16 + 1 + 16)
         for rank in expected:
             assert_close(rank.state_dict, expected[0].state_dict)  # The optimizer drew the same.
 
@@ -1003,6 +1013,9 @@ class TheCheckpoint(Test):
         weights, code = io.BytesIO(), io.BytesIO()
         torch.save({"0.weight": torch.zeros(3)}, weights)
         torch.save(print, code)
+        larger, state = io.BytesIO(), torch.load(io.BytesIO(self.whole))
+        state["identity"]["the shape of more"] = [3]
+        torch.save(state, larger)
         whole, masked = self.whole, ddp.ConvNet()
         masked.register_buffer("mask", torch.zeros(3))
         for content, message, more, *task in (
@@ -1016,6 +1029,7 @@ class TheCheckpoint(Test):
             (whole, "Adam there, but SGD here", "", changed(optimizer=torch.optim.SGD)),
             (whole, r"group 0 is \['0.weight', .* here", "", changed(optimizer=adam_of_reversed)),
             (whole, r"mask is None there, but \[3\] here", "", changed(module=masked)),
+            (larger.getvalue(), r"more is \[3\] there, but None here", ""),
             (whole, "a step of 2 samples is too small for 3 processes: try another", ""),
         ):
             self.path.write_bytes(content)
@@ -1240,11 +1254,14 @@ class TheShards(Test):
         assert_close(resumed.state_dict, expected.state_dict)
 
     def test_members_and_decode_of_ones_own_make_the_item(self):
-        words = tar_of({"v1.0/a.txt": b"ab", "v1.0/a.cls": b"3", "v1.0/a.x.y": b"more"})
+        one = {"v1.0/a.txt": b"ab", "v1.0/a.cls": b"3", "v1.0/a.x.y": b"more"}
+        words = tar_of(one | {"v2/a.txt": b"cd", "v2/a.cls": b"4", "v2/a.x.y": b""})
 
-        dataset = self.shard(words, ("txt", "cls"), lambda *contents: contents)
+        dataset = self.shard(words, ("txt", "cls", "x.y"), lambda *contents: contents)
 
-        self.assertEqual(dataset[0], (b"ab", b"3"))
+        self.assertEqual(
+            list(map(dataset.__getitem__, (0, 1))), [(b"ab", b"3", b"more"), (b"cd", b"4", b"")]
+        )
 
     def test_a_shard_that_is_cut_off_or_damaged_in_a_header_is_refused_by_its_name(self):
         whole = shard_of(enumerate(ddp.SyntheticDataset(2, 64)))
