@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import functools
 import glob
 import hashlib
 import io
@@ -844,8 +843,8 @@ def end_with_parent(worker_id=None):
 # ---- Tar shards, for data of many small files
 def decode_npy(*contents):
     """Return a tensor for each content of a .npy file; nothing is unpickled."""
-    read = functools.partial(np.lib.format.read_array, allow_pickle=False)
-    return tuple(torch.from_numpy(read(io.BytesIO(content))) for content in contents)
+    arrays = [np.lib.format.read_array(io.BytesIO(data), allow_pickle=False) for data in contents]
+    return tuple(map(torch.from_numpy, arrays))
 
 
 class ShardDataset(Dataset):

@@ -1738,6 +1738,14 @@ class TheCommandLine(Test):
         ):
             self.assert_refused(options, message, **environ)
 
+    def test_a_pytorch_that_is_too_old_and_gpus_that_do_not_start(self):
+        old = torch.torch_version.TorchVersion("2.8.0")
+
+        with mock.patch.object(torch, "__version__", old):
+            self.assert_refused("", "2.9 or newer is needed")
+        with mock.patch.object(torch.cuda, "device_count", lambda: 1):
+            self.assert_refused("", "CUDA does not start")
+
     def test_steps_that_are_too_small_for_the_processes(self):
         for options, message in {
             "--global-batch-size 1": "a step of 1 samples is too small for 2 processes: try",
