@@ -192,7 +192,7 @@ def train(args, device, make_task, timeout):
         loader.dataset.set_epoch(epoch)  # for the random numbers of the items
         loader.batch_sampler.set_epoch(epoch, samples_read)  # for their order
         step_sizes = loader.batch_sampler.step_sizes  # over all ranks
-        # After resume(), in which all ranks read it; before the first step, as it may fail.
+        # After resume(), in which all ranks read the file; before the first step, as it may fail.
         save_job(task, args, epoch, samples_read, sums)
         began, read_before = time.perf_counter(), samples_read
         model.train()
