@@ -802,7 +802,7 @@ class TheNumberOfRanks(Test):
         task = changed(lr_factor=factor_of_epochs, **own)
         options = f"{SMALL} --global-batch-size 8 --lr 0.3 --clip-grad-norm 0.05 --seed 7"
 
-        ours = resumed(f"{options} --num-workers 1", (2, 4), (1, None), make_task=task)
+        ours = resumed(options, (3, 4), (1, None), make_task=task)
 
         assert_close(ours.state_dict, scheduled_plain_loop())
 
@@ -999,27 +999,29 @@ def job_with_a_clock(options):
         return job(options, terminal=True).out
 
 
-class Pids(list):
-    """A dataset of tensors whose items tell the process that reads them."""
+class Telling(list):
+    """A dataset of tensors whose items tell the process that reads them, and what it draws."""
 
     def __getitem__(self, index):
-        return torch.tensor(os.getpid()), torch.tensor(0)
+        return torch.tensor(os.getpid()), torch.tensor(Drawing()[index])
 
 
-def pids_of_workers():
-    """Return the processes that read two epochs of 300 tensors where 256 files may be open."""
-    data = Pids(torch.zeros(1) for _ in range(300))
+def epochs_read(*options):
+    """Return (processes, numbers drawn) of two epochs of 300 tensors, with 256 files at most."""
+    data = Telling(torch.zeros(1) for _ in range(300))
     task = types.SimpleNamespace(train_set=data, val_set=data, collate_fn=default_collate)
-    args = ddp.make_parser().parse_args(["--num-workers=1", "--micro-batch-size=1"])
+    args = ddp.make_parser().parse_args(["--micro-batch-size=1", *options])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
-    try:
-        loader, _ = ddp.make_loaders(task, CPU, args)
-        pids = [x.tolist() for x, _ in loader]
-        loader.batch_sampler.set_epoch(1)
-        return set(sum(pids + [x.tolist() for x, _ in loader], []))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    loader, _ = ddp.make_loaders(task, CPU, args)
+    epochs = []
+    for epoch in range(2):
+        loader.dataset.set_epoch(epoch)
+        loader.batch_sampler.set_epoch(epoch)
+        pids, drawn = map(torch.cat, zip(*loader, strict=True))
+        epochs.append((set(pids.tolist()), drawn.tolist()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    return epochs
 
 
 def error_of_unequal_ranks(*jobs):
@@ -1071,10 +1073,15 @@ class TheJob(Test):
         self.assertEqual(re.findall(r"[0-9.]+(?= samples/s\n)", out), ["22.0", "44.0"])
         self.assertEqual(others, ["", ""])
 
-    def test_kept_loader_workers_take_more_tensors_than_files_may_be_open(self):
-        [pids] = on_ranks(1, pids_of_workers)
+    def test_a_loader_worker_is_kept_and_draws_the_same_with_more_tensors_than_open_files(self):
+        [[(_, drawn), (_, drawn_next)]] = on_ranks(1, epochs_read)
 
-        self.assertEqual(len(pids), 1)
+        [[(worker, by_worker), (kept, by_worker_next)]] = on_ranks(
+            1, epochs_read, "--num-workers=1"
+        )
+
+        self.assertEqual((len(worker), kept), (1, worker))
+        self.assertEqual((by_worker, by_worker_next), (drawn, drawn_next))
 
     def test_ranks_that_are_not_the_same_job_all_refuse_it_and_say_in_what_they_differ(self):
         for other, message in (
@@ -1331,11 +1338,11 @@ SLOW = """
 import threading
 wait, read = threading.Event().wait, ddp.SyntheticDataset.__getitem__
 def read_slowly(dataset, index):
-    wait(0.15)
+    wait(0.2)
     return read(dataset, index)
 ddp.SyntheticDataset.__getitem__ = read_slowly
 def make_task(args, device):
-    wait(4)
+    wait(5)
     return ddp.make_task(args, device)
 """
 
@@ -1416,7 +1423,7 @@ class TheLaunch(Test):
     def setUpClass(cls):
         super().setUpClass()
         on_1 = "--epochs", 1000000, "--nproc-per-node", 1
-        slow = "--timeout", 3, "--global-batch-size", 1, "--num-samples", 25, "--length", 8
+        slow = "--timeout", 4, "--global-batch-size", 1, "--num-samples", 25, "--length", 8
         cls.slow = start(cls.script(SLOW, "slow"), *on_1, *slow)
         cls.tmpdir = pathlib.Path(tempfile.mkdtemp(" # and space", dir=cls.folder))
         cls.main_job = start(SCRIPT, "--length", 300, TMPDIR=str(cls.tmpdir))
@@ -1424,6 +1431,10 @@ class TheLaunch(Test):
         own = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": f"{LOOPBACK},{LOOPBACK}"}
         cls.rank_interrupted = start(*ending, **own)
         cls.launcher_killed = start(*ending, KILL_LAUNCHER="1")
+        store = f"--rdzv-conf=store_type=file --rdzv-endpoint={cls.folder}/store"
+        options = f"{store} --rdzv-backend=c10d --nnodes=2 --nproc-per-node=1".split()
+        agent = *TORCHRUN, *options, cls.script(TELL_THE_INTERFACE, "telling"), *SMALL.split()
+        cls.agents = [start(*agent, GLOO_SOCKET_IFNAME=LOOPBACK) for _ in range(2)]
 
     def test_the_main_job_reports_in_the_agreed_form_that_it_learns_and_leaves_no_file(self):
         out, err = finish(self.main_job)
@@ -1450,6 +1461,12 @@ class TheLaunch(Test):
         _, err = finish(self.slow, status=130)
         self.assertEqual((epoch[:7], err), ("epoch 0", ""))
 
+    def test_two_agents_train_what_one_launch_does_not_bound_to_the_loopback(self):
+        out = "".join(finish(agent)[0] for agent in self.agents)
+
+        self.assertIn(trained(2, SMALL).digest[0], out)
+        self.assertEqual(out.count("interface: None"), 2)
+
 
 class AFailure(Test):
     @classmethod
@@ -1461,6 +1478,11 @@ class AFailure(Test):
         refusing = cls.script(telling.replace("ValueError", "ddp.InputError"), "refusing")
         cls.refusing = start(refusing)
         cls.without_val_shards = start(SCRIPT, "--shards", "x", "--checkpoint", cls.folder / "ck")
+        one_machine = *TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"
+        options = f"{SMALL} --checkpoint-every 1 --checkpoint {cls.folder}/killed".split()
+        can_restart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        killed = cls.script(KILL_OR_RAISE_ON_RANK_0, "killed")
+        cls.killed = start(*one_machine, killed, *options, **can_restart)
         cls.out, cls.err = run(cls.script(telling), status=1)
 
     def test_where_a_rank_sleeps_and_one_is_frozen_each_awake_says_where_in_one_piece(self):
@@ -1492,34 +1514,12 @@ class AFailure(Test):
         self.assertRegex(self.err, rf"^{raised}$")
         self.assertEqual(self.err.count("Traceback"), 1)  # not that of rank 0, which lost rank 1
 
-
-class UnderTorchrun(Test):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        one_machine = *TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"
-        script = cls.script(KILL_OR_RAISE_ON_RANK_0, "killed")
-        options = f"{SMALL} --checkpoint-every 1 --checkpoint {cls.folder}/killed".split()
-        can_restart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        cls.killed = start(*one_machine, script, *options, **can_restart)
-        store = f"--rdzv-conf=store_type=file --rdzv-endpoint={cls.folder}/store"
-        options = f"{store} --rdzv-backend=c10d --nnodes=2 --nproc-per-node=1".split()
-        agent = *TORCHRUN, *options, cls.script(TELL_THE_INTERFACE, "telling"), *SMALL.split()
-        cls.agents = [start(*agent, GLOO_SOCKET_IFNAME=LOOPBACK) for _ in range(2)]
-        [cls.digest] = trained(2, SMALL).digest
-
-    def test_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
+    def test_under_torchrun_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
         out, err = finish(self.killed, status=1)
 
         self.assertIn("epoch 1, 22 samples read", out)
-        self.assertIn(self.digest, out)
+        self.assertIn(trained(2, SMALL).digest[0], out)
         self.assertRegex(err, "(?s)Root Cause.*ValueError: at the end")  # torchrun's report
-
-    def test_two_agents_train_what_one_launch_does_not_bound_to_the_loopback(self):
-        out = "".join(finish(agent)[0] for agent in self.agents)
-
-        self.assertIn(self.digest, out)
-        self.assertEqual(out.count("interface: None"), 2)
 
 
 # ---- The command line
