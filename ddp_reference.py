@@ -5,24 +5,24 @@
     bash run.sh --help         # the options
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-One process for each GPU runs this file. It is a rank of the job, one of world size, and has its own
-copy of the net. A step trains on a global batch of samples: each rank computes its share, if need
-be in several micro-batches, and in the backward DistributedDataParallel (DDP) averages the
-gradients over the ranks. Then all ranks make the same optimizer step, so the copies stay equal.
+One process for each GPU runs this file. Each is a rank of the job, and has its own copy of the net;
+the world size is how many there are. A step trains on a global batch of samples: each rank computes
+its share, if need be in several micro-batches, and in the backward DistributedDataParallel (DDP)
+averages the gradients. Then all ranks make the same optimizer step, so the copies stay equal.
 
-A collective is a call that all ranks must make, in the same order, or the job hangs: an all-reduce
-gives every rank the sum of their tensors, a broadcast rank 0's, an all-gather all of them. NCCL (on
-GPUs) or gloo (on CPUs) carries it. "DDP meet" marks a collective, "DDP differ" where ranks differ.
+A collective is a call that all ranks must make, in the same order, or the job hangs. An all-reduce
+gives every rank the sum of their tensors, a broadcast gives every rank that of rank 0, and an
+all-gather gives every rank all of them. NCCL carries them on GPUs, gloo on CPUs. The comment
+"DDP meet" marks a collective, "DDP differ" a line in which ranks do different things.
 
 The number of ranks changes the time, not the training, even if a job is killed and goes on with
 another number. Exceptions are rounding (1e-7 at first, which training amplifies; more with --amp,
-or with TF32, the default of convolutions on GPUs), dropout, and BatchNorm with --micro-batch-size.
-With as many ranks and threads as before, a resumed job ends with the same bits as one that was
-never stopped: seen on CPUs; GPUs would also need deterministic algorithms, which is untried.
+or with TF32, the default of convolutions on GPUs), dropout, and BatchNorm with --micro-batch-size
+or --local-bn. With as many ranks and threads as before, a resumed job ends with the same bits as
+one that was never stopped: seen on CPUs; GPUs would also need deterministic algorithms.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -99,7 +99,7 @@ class ConvNet(nn.Sequential):
 
 
 def batch_sums(logits, y):
-    """Return a batch's (loss_sum, num_correct, num_labels): numbers, or tensors without dimensions.
+    """Return a batch's (loss_sum, num_correct, num_labels): a tensor, and two tensors or numbers.
 
     logits (N, C, ...), y int64 (N, ...). They are sums because means cannot be added up.
     """
@@ -117,7 +117,7 @@ class Task:
     train_set, val_set: map-style datasets of pairs (x, y).
     module: the bare net, on the device. Wrapped in DDP it is called the model.
     batch_sums: a function (output, y) as above. metric: the name of its second sum over its third.
-    lr_factor: before each step each learning rate is multiplied by lr_factor(epochs done, a float).
+    lr_factor: a learning rate is the optimizer's initial one times lr_factor(epochs done, a float).
         So a schedule survives any stop. It overrides torch.optim's schedulers.
     """
 
@@ -132,7 +132,7 @@ class Task:
 
 
 def add_task_options(parser):
-    """Add what make_task() reads to the options of every job, which make_parser() has made."""
+    """Add the options that make_task() reads."""
     add = parser.add_argument
     add("--num-samples", type=at_least(1), default=100, help="of synthetic data [%(default)s]")
     add("--length", type=at_least(1), default=10000, help="of such a sample [%(default)s]")
@@ -143,7 +143,7 @@ def add_task_options(parser):
 def make_task(args, device):
     """Return the Task that the command line's args describe; main() takes such a function of yours.
 
-    Every process calls it, equally seeded, so random splits agree. Sort files listed from a disk.
+    Every process calls it, equally seeded, so random splits agree. A list of files must be sorted.
     """
     if args.shards and args.val_shards:
         train_set, val_set = ShardDataset(args.shards), ShardDataset(args.val_shards)
@@ -158,7 +158,7 @@ def make_task(args, device):
 
 
 # ---- The loop
-def train(args, device, make_task, timeout):
+def train(args, device, make_task):
     """The usual training loop, which every rank runs; comments mark where ranks meet or differ.
 
     What it calls follows below. samples_read is how many samples of the epoch all ranks together
@@ -167,8 +167,8 @@ def train(args, device, make_task, timeout):
     seed_generators(args.seed)  # All ranks make the same net, and the same random split.
     task = make_task(args, device)
     optimizer = task.optimizer
-    learning_rates = [group["lr"] for group in optimizer.param_groups]  # resume() loads others.
-    set_timeout(timeout)  # From here on ranks wait for each other.
+    learning_rates = [group["lr"] for group in optimizer.param_groups]  # resume() sets others.
+    set_timeout(args.timeout)  # From here on ranks wait for each other.
     loader, val_loader = make_loaders(task, device, args)  # DDP differ: each rank has its share
     epoch, samples_read, sums = resume(task, device, args)  # DDP meet
     model = data_parallel(task, args)  # DDP meet
@@ -178,11 +178,11 @@ def train(args, device, make_task, timeout):
         loader.dataset.set_epoch(epoch)  # for the random numbers of the items
         loader.batch_sampler.set_epoch(epoch, samples_read)  # for their order
         step_sizes = loader.batch_sampler.step_sizes  # over all ranks
-        # After resume(), in which all ranks read the file; before the first step, as it may fail.
+        # Not before all ranks have read the old file, in resume(); before any step, as it may fail.
         save_job(task, args, epoch, samples_read, sums)
         began, read_before = time.perf_counter(), samples_read
         model.train()
-        for step, batch in enumerate(watched(loader, timeout)):
+        for step, batch in enumerate(watched(loader, args.timeout)):
             factor = task.lr_factor(epoch + samples_read / len(task.train_set))
             for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
                 group["lr"] = float(learning_rate * factor)
@@ -201,7 +201,7 @@ def train(args, device, make_task, timeout):
             raise InputError("nothing to train on: no sample has a label")
         loss, metric = (sums[:2] / sums[2]).tolist()
         rate = (samples_read - read_before) / (time.perf_counter() - began)
-        val_batches = watched(val_loader, timeout)
+        val_batches = watched(val_loader, args.timeout)
         val_loss, val_metric = evaluate(task.module, val_batches, device, **options)  # DDP meet
         print_on_rank_0(
             f"epoch {epoch} | loss {loss:.4f} {task.metric} {metric:.3f} | "
@@ -213,7 +213,7 @@ def train(args, device, make_task, timeout):
 
 
 def seed_generators(*numbers):
-    """Seed PyTorch's, NumPy's and Python's generators by these integers from 0 on."""
+    """Seed PyTorch's, NumPy's and Python's generators by these integers, none negative."""
     # SeedSequence ignores zeros at the end; the count tells (1, 2) from (1, 2, 0).
     seed = int(np.random.SeedSequence((*numbers, len(numbers))).generate_state(1)[0])
     torch.default_generator.manual_seed(seed)  # torch.manual_seed(seed) takes 70 times as long.
@@ -272,8 +272,7 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = self.order()
         indices = order[self.rank : self.total_size : self.num_replicas]  # DDP differ
-        for chunk in indices.split(8192):  # A list of all would take 36 bytes for each.
-            yield from chunk.tolist()
+        yield from memoryview(indices.numpy())  # int after int; a list would take 36 bytes each.
         if len(indices) < self.num_samples:  # One short: repeat one from the order's beginning.
             last = self.total_size - self.num_replicas + self.rank
             yield order[last % len(order)].item()
@@ -308,9 +307,8 @@ class DistributedBatchSampler(Sampler):
         if self.drop_last:
             samples_left -= samples_left % self.global_batch_size
         while samples_left > 0:
-            step_size = min(samples_left, self.global_batch_size)
-            if step_size < samples_left < 2 * step_size:
-                step_size = math.ceil(samples_left / 2)
+            sharing = min(2, math.ceil(samples_left / self.global_batch_size))
+            step_size = min(self.global_batch_size, math.ceil(samples_left / sharing))
             if step_size < self.sampler.num_replicas:
                 raise InputError(
                     f"a step of {step_size} samples is too small for {self.sampler.num_replicas} "
@@ -382,9 +380,9 @@ def make_loaders(task, device, args):
 def data_parallel(task, args):
     """Return the model that train_step() trains: the task's module in DistributedDataParallel.
 
-    DDP all-reduces gradients in groups, its buckets, and groups them anew after its first backward.
-    On three or more ranks the groups decide the last bits. Therefore that backward is made here,
-    and undone: so a resumed job has the groups of one that was never stopped.
+    DDP all-reduces gradients in buckets, and sorts them into others after its first backward. With
+    three or more ranks the buckets decide how sums are rounded. So that first backward is made and
+    undone here: a resumed job then has the same buckets as one that was never stopped.
     """
     if args.parallel == "dp":
         return nn.DataParallel(task.module)
@@ -406,10 +404,10 @@ def data_parallel(task, args):
 def split_share(batch, step_size, micro_batch_size):
     """Return a rank's share of a step, a batch (x, y), as a list of micro-batches.
 
-    The step is cut into even parts, and every rank takes its samples of each: 14 samples on 2 ranks
-    in micro-batches of 4 make two parts of 7; rank 0 takes 4 and 3, rank 1 takes 3 and 4. So all
-    ranks have equally many micro-batches. As each part has at least a sample for each rank, none is
-    empty, and one may have a sample more than micro_batch_size.
+    The step is cut into nearly equal parts, and every rank takes its samples of each. 14 samples on
+    2 ranks in micro-batches of 4 make two parts of 7: rank 0 takes 4 and 3, rank 1 takes 3 and 4.
+    So all ranks have equally many micro-batches. A part has a sample for each rank, so that none is
+    empty; therefore one may have a sample more than micro_batch_size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_parts = math.ceil(step_size / (world_size * micro_batch_size))
@@ -429,18 +427,16 @@ def train_step(
     be wrong wherever ranks or micro-batches have unequally many (huggingface/transformers#34242).
 
     micro_batches: a list of pairs (x, y), equally many on all ranks.
-    seed: a tuple of integers from 0 on, the same on all ranks and others in each step.
+    seed: a tuple of integers, none negative; the same on all ranks, others in each step.
     Returns the sums of run_micro_batch() over all ranks. Nothing here waits for a GPU.
     """
     seed_generators(*seed, 1 + dist.get_rank())  # DDP differ: dropout's masks
-    # A backward under DDP's no_sync() has no all-reduce: the gradients of the micro-batches add up
-    # on this rank, until the last one's backward. nn.DataParallel has no no_sync().
-    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
     sums = 0
     for i, (x, y) in enumerate(micro_batches, start=1):
-        with contextlib.nullcontext() if i == len(micro_batches) else no_sync():
-            loss_sum, micro_batch_sums = run_micro_batch(model, x, y, batch_sums, amp)
-            loss_sum.backward()  # DDP meet: all-reduce of the gradients, with the last micro-batch
+        # DDP all-reduces with the last micro-batch; until then gradients add up on this rank.
+        model.require_backward_grad_sync = i == len(micro_batches)  # DDP.no_sync() sets this, too.
+        loss_sum, micro_batch_sums = run_micro_batch(model, x, y, batch_sums, amp)
+        loss_sum.backward()  # DDP meet
         sums += micro_batch_sums
     dist.all_reduce(sums)  # DDP meet
 
@@ -465,7 +461,7 @@ def run_micro_batch(model, x, y, batch_sums, amp=False):
     device = next(model.parameters()).device
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-        output = model(x)  # DDP meet: rank 0's buffers are broadcast; BatchNorm gathers.
+        output = model(x)  # DDP meet, in training: rank 0's buffers; BatchNorm's statistics
         loss_sum, metric_sum, num_labels = batch_sums(output, y)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sums[0] += loss_sum
@@ -523,14 +519,14 @@ def run_rank(local_rank, args, make_task, store_path=None):
         f"global batch size {args.global_batch_size}, torch {torch.__version__}"
     )
     try:
-        train(args, device, make_task, args.timeout + local_rank / 10)
+        train(args, device, make_task)
     except InputError as error:
-        if rank != 0:  # DDP differ: if all refuse, rank 0 prints, and the others end asleep.
+        if rank != 0:  # DDP differ: if all refuse, only rank 0 prints, and the others are ended.
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
         os._exit(2)
     except Exception:
-        time.sleep(1)  # A rank that failed only as another did is ended meanwhile, and is quiet.
+        time.sleep(1)  # A rank that failed only because another did is ended meanwhile, silently.
         raise
     # Not in a `finally`: a rank that failed would wait for the others (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # DDP meet
@@ -572,7 +568,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     nn.SyncBatchNorm does so on GPUs only. The ranks' statistics are put together as in Chan, Golub
     and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-    A channel with a single value becomes 0; nn.BatchNorm refuses it.
+    A channel's only value is normalised to 0; nn.BatchNorm refuses it.
     """
 
     def forward(self, x):
@@ -636,7 +632,7 @@ class ThroughStatistics(torch.autograd.Function):
 def convert_batch_norm(module):
     """Turn a module's BatchNorm layers into GlobalBatchNorm, in place; their parameters stay.
 
-    Layers with a forward of their own, as nn.SyncBatchNorm, or without running statistics, stay.
+    Layers with a forward of their own (nn.SyncBatchNorm) or without running statistics stay.
     """
     batch_norm = nn.modules.batchnorm._BatchNorm
     for layer in module.modules():
@@ -653,7 +649,7 @@ def save_checkpoint(path, state):
     """Write a checkpoint. At every moment path holds the complete old or the complete new one.
 
     state: tensors and plain Python values; what cannot be loaded again raises torch.load's error.
-    Only rank 0 writes. A killed process may leave a temporary file, PATH plus 32 digits.
+    Call it on rank 0 alone. A killed process may leave a temporary file, PATH plus 32 digits.
     """
     path = os.path.realpath(path)  # A link stays a link.
     temporary = f"{path}.{uuid.uuid4().hex}"  # No other writer has this name.
@@ -686,7 +682,8 @@ def save_job(task, args, epoch, samples_read, sums):
 
     Raises FloatingPointError, on all of them, if the loss or a parameter is not finite.
     """
-    if not nn.utils.get_total_norm([sums, *task.module.parameters()]).isfinite():
+    finite = [tensor.isfinite().all() for tensor in (sums, *task.module.parameters())]
+    if not torch.stack(finite).all():
         raise FloatingPointError("the loss or a parameter is not finite; it is not saved")
     if args.checkpoint is None or dist.get_rank() != 0:  # DDP differ: one rank writes
         return
@@ -713,7 +710,8 @@ def resume(task, device, args):
     path = args.checkpoint
     if path and os.path.exists(path):
         state = load_checkpoint(path)
-        refuse_difference(path, state.get("identity", {}), identity)
+        saved = state.get("identity", {}) if isinstance(state, dict) else {}
+        refuse_difference(path, saved, identity)
         task.module.load_state_dict(state["module"])
         task.optimizer.load_state_dict(state["optimizer"])
         epoch, samples_read, sums = state["progress"]
@@ -767,12 +765,13 @@ def print_on_rank_0(text, end="\n"):
 
 # ---- Hangs and orphans
 def set_timeout(seconds):
-    """Have this process print its stacks and end, unless this is called again in so many seconds.
+    """Have this process print its stacks and end, unless called again within so many seconds.
 
     The stacks appear even while C code holds the interpreter; 5 s later SIGALRM ends the process,
-    and so the job. run_rank() adds 0.1 s for each local rank: so the stacks come one after the
-    other, and the line before, `Timeout (0:10:00.200000)!`, ends in the local rank.
+    and so the job. Each local rank waits 0.1 s longer: so the stacks come one after the other, and
+    the line before, `Timeout (0:10:00.200000)!`, tells the local rank.
     """
+    seconds += dist.get_node_local_rank(dist.get_rank()) / 10  # get_rank() without torchrun
     faulthandler.dump_traceback_later(seconds)
     signal.alarm(math.ceil(seconds) + 5)
 
@@ -925,7 +924,7 @@ def decide_processes(args, refuse):
         args.micro_batch_size = math.ceil(args.global_batch_size / args.world_size)
     if args.parallel == "dp" and (args.world_size > 1 or args.amp):
         refuse("--parallel dp is one process, without --amp")
-    # If a launcher shows each process only its own GPU, --backend nccl says so.
+    # Where a launcher shows each process one GPU of its own, --backend nccl says so.
     has_own = torchrun and args.backend == "nccl"
     args.backend = args.backend or ("nccl" if gpus else "gloo")
     if args.backend == "nccl" and gpus < (1 if has_own else args.nproc_per_node):

@@ -439,7 +439,7 @@ def job_of(args, make_task, stop_at=None, terminal=False):
         contextlib.suppress(InterruptedError),
     ):
         out.isatty = lambda: terminal
-        ddp.train(args, CPU, make_stopping_task, timeout=300)
+        ddp.train(args, CPU, make_stopping_task)
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)
     result.out = out.getvalue()
