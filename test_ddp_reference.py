@@ -146,7 +146,7 @@ case 3: set_epoch: a new split each epoch
 
 # ---- Lesson 3: a step
 # Every rank ends a step with the parameters of one process that had the whole batch, however
-# unequally many labels the ranks have. To break it, leave out `dist.get_world_size() /` in
+# unequally many labels the ranks have. To break it, write 1 for `dist.get_world_size()` in
 # train_step: test_on_any_number_of_ranks_a_step_is_that_of_one_process_on_the_whole_batch turns
 # red. With two ranks a step goes like this; the last line is the same on both:
 #
@@ -154,9 +154,11 @@ case 3: set_epoch: a new split each epoch
 #                                                                 ├ all-reduce   optimizer.step()
 #     rank 1   samples 1 3 5 ... of the step   forward   backward ┘
 def plain_net():
-    """Return a net without BatchNorm, the same in every process."""
+    """Return a net without BatchNorm, with a frozen parameter, the same in every process."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 3, padding=1))
+    net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 3, padding=1))
+    net[0].bias.requires_grad_(False)
+    return net
 
 
 def uneven_data(num_samples):
@@ -229,7 +231,7 @@ class Lesson4Evaluation(unittest.TestCase):
 
 # ---- Lesson 5: BatchNorm over the job
 # It is one nn.BatchNorm over what all ranks compute at once: the whole global batch, if a share is
-# one micro-batch. To break it, leave out `(means - mean).square()` in job_statistics:
+# one micro-batch. To break it, leave out `+ (means - mean).square()` in job_statistics:
 # test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
 def net_with_batch_norm(affine=True, momentum=0.3):
     """Return a net with BatchNorm in two dimensions, and on features."""
@@ -291,9 +293,10 @@ def nine_samples():
 
 # ---- Lesson 6: the number of processes changes nothing, and a stopped job goes on
 # On other numbers of ranks the epochs print the same, also after stops; on the same number each bit
-# is the same. To break it, save `"optimizer": {}` in save_job:
+# is the same. To break it, leave out `task.optimizer.load_state_dict` in resume:
 # test_so_it_does_stopped_on_4_ranks_and_resumed_on_3_then_5_then_2 turns red. To see what the first
-# backward in data_parallel is there for, leave out its four lines.
+# backward is there for, leave out `loss_sum.backward()` in data_parallel:
+# test_stopped_and_resumed_on_as_many_ranks_it_ends_with_the_same_bits turns red, on three ranks.
 class Lesson6NumberOfRanks(unittest.TestCase):
     def test_the_shipped_net_trains_the_same_on_1_2_3_and_5_ranks(self):
         for num_samples in (83, 96, 100):
@@ -609,7 +612,8 @@ def change_task(fields, args, device):
     return dataclasses.replace(task, **fields | {"module": module, "optimizer": optimizer})
 
 
-# ---- A step
+# ---- A step. What watches over train_step:
+# bash run.sh test -k Lesson3 -k TheStep -k draws_and_counts -k a_schedule -k each_option -k amp
 def uneven_batch():
     """Return 12 samples with unequally many labels."""
     return default_collate(uneven_data(12))
@@ -634,7 +638,8 @@ def watched_steps(micro_batch_size):
         with Ops() as ops:
             ops.names = []
             ddp.train_step(model, optimizer, micro_batches, (0,), clip_grad_norm=1)
-        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        places.append([gradient.data_ptr() for gradient in gradients])
     return ops.names, places[2:]
 
 
@@ -1728,7 +1733,7 @@ class YourJob(Test):
         for change in (
             ("nn.Flatten()", "nn.Flatten(), nn.Dropout()"),
             ("torch.rand(())", "__import__('random').SystemRandom().random()"),
-            ("lr_factor=lr_factor)", mean),
+            ("lr_factor=lambda epochs: 1 - epochs / args.epochs)", mean),
             ("", "", "--micro-batch-size=4"),  # under BatchNorm
         ):
             with self.subTest(change):
