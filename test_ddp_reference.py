@@ -235,7 +235,7 @@ class Lesson4Evaluation(unittest.TestCase):
 # test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
 def net_with_batch_norm(affine=True, momentum=0.3):
     """Return a net with BatchNorm in two dimensions, and on features."""
-    options = {"affine": affine, "momentum": momentum}
+    options = {"affine": affine, "momentum": momentum, "eps": 0.01}
     layers = nn.BatchNorm2d(3, **options), nn.Tanh(), nn.Flatten(), nn.BatchNorm1d(12, **options)
     return nn.Sequential(*layers)
 
