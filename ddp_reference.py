@@ -114,7 +114,7 @@ def batch_sums(logits, y):
 class Task:
     """What a job trains. The first dimension of x, y and the module's output counts samples.
 
-    train_set, val_set: map-style datasets of pairs (x, y).
+    train_set, val_set: map-style datasets of pairs (x, y), which collate_fn makes tensors of.
     module: the bare net, on the device. Wrapped in DDP it is called the model.
     batch_sums: a function (output, y) as above. metric: the name of its second sum over its third.
     lr_factor: a learning rate is the optimizer's initial one times lr_factor(epochs done, a float).
@@ -168,9 +168,9 @@ def train(args, device, make_task):
     task = make_task(args, device)
     optimizer = task.optimizer
     learning_rates = [group["lr"] for group in optimizer.param_groups]  # resume() sets others.
-    set_timeout(args.timeout)  # From here on ranks wait for each other.
+    set_timeout(args.timeout)  # From here on no rank waits longer for the others.
     loader, val_loader = make_loaders(task, device, args)  # DDP differ: each rank has its share
-    epoch, samples_read, sums = resume(task, device, args)  # DDP meet
+    epoch, samples_read, sums = resume(task, device, args)  # DDP meet, after all have read the file
     model = data_parallel(task, args)  # DDP meet
     options = {"batch_sums": task.batch_sums, "amp": args.amp}
 
@@ -178,7 +178,7 @@ def train(args, device, make_task):
         loader.dataset.set_epoch(epoch)  # for the random numbers of the items
         loader.batch_sampler.set_epoch(epoch, samples_read)  # for their order
         step_sizes = loader.batch_sampler.step_sizes  # over all ranks
-        # Not before all ranks have read the old file, in resume(); before any step, as it may fail.
+        # It is saved before the first step, so that a path that cannot be written fails at once.
         save_job(task, args, epoch, samples_read, sums)
         began, read_before = time.perf_counter(), samples_read
         model.train()
@@ -256,7 +256,7 @@ class DistributedSampler(Sampler):
         self._passes = 0
 
     def order(self):
-        """Return the epoch's order of the whole dataset, int32 (n,); warn on the second call."""
+        """Return the epoch's order, int32 (n,), without repeats; warn on the second call."""
         self._passes += 1
         if self._passes == 2 and self.shuffle:  # torch stays silent: pytorch/pytorch#31771.
             warnings.warn(f"epoch {self.epoch} again: call set_epoch(epoch) before", stacklevel=3)
@@ -307,8 +307,9 @@ class DistributedBatchSampler(Sampler):
         if self.drop_last:
             samples_left -= samples_left % self.global_batch_size
         while samples_left > 0:
-            sharing = min(2, math.ceil(samples_left / self.global_batch_size))
-            step_size = min(self.global_batch_size, math.ceil(samples_left / sharing))
+            step_size = min(samples_left, self.global_batch_size)
+            if step_size < samples_left < 2 * step_size:
+                step_size = math.ceil(samples_left / 2)
             if step_size < self.sampler.num_replicas:
                 raise InputError(
                     f"a step of {step_size} samples is too small for {self.sampler.num_replicas} "
@@ -380,7 +381,7 @@ def make_loaders(task, device, args):
 def data_parallel(task, args):
     """Return the model that train_step() trains: the task's module in DistributedDataParallel.
 
-    DDP all-reduces gradients in buckets, and sorts them into others after its first backward. With
+    DDP all-reduces gradients in groups, its buckets, and regroups them after its first backward. On
     three or more ranks the buckets decide how sums are rounded. So that first backward is made and
     undone here: a resumed job then has the same buckets as one that was never stopped.
     """
@@ -412,7 +413,7 @@ def split_share(batch, step_size, micro_batch_size):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_parts = math.ceil(step_size / (world_size * micro_batch_size))
     num_parts = min(num_parts, step_size // world_size)
-    # The number of this rank's samples before each cut.
+    # A cut at position p of the step has len(range(rank, p, world_size)) of this rank's before it.
     cuts = [len(range(rank, i * step_size // num_parts, world_size)) for i in range(1, num_parts)]
     xs, ys = (tensor.tensor_split(cuts) for tensor in batch)
     return list(zip(xs, ys, strict=True))
@@ -436,11 +437,11 @@ def train_step(
         # DDP all-reduces with the last micro-batch; until then gradients add up on this rank.
         model.require_backward_grad_sync = i == len(micro_batches)  # DDP.no_sync() sets this, too.
         loss_sum, micro_batch_sums = run_micro_batch(model, x, y, batch_sums, amp)
-        loss_sum.backward()  # DDP meet
+        loss_sum.backward()  # DDP meet: BatchNorm in each, DDP in the last
         sums += micro_batch_sums
     dist.all_reduce(sums)  # DDP meet
 
-    # DDP has left the sum over ranks / world size. Make it the sum over ranks / number of labels.
+    # DDP has divided the ranks' sum by the world size. It should be divided by the labels.
     factor = dist.get_world_size() / sums[2].clamp(min=1)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -461,7 +462,7 @@ def run_micro_batch(model, x, y, batch_sums, amp=False):
     device = next(model.parameters()).device
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-        output = model(x)  # DDP meet, in training: rank 0's buffers; BatchNorm's statistics
+        output = model(x)  # DDP meet, in training: for rank 0's buffers and BatchNorm
         loss_sum, metric_sum, num_labels = batch_sums(output, y)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sums[0] += loss_sum
@@ -558,8 +559,7 @@ def launch(args, make_task):
 
 
 # ------------------------------------------------------------------------------------------------
-# The above is data-parallel training. What follows makes BatchNorm one over all ranks, lets a job
-# survive, reads shards, and handles the command line.
+# The above is data-parallel training; below are BatchNorm, survival, shards and the command line.
 
 
 # ---- BatchNorm over the job
@@ -616,6 +616,7 @@ class ThroughStatistics(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         """Subtract both terms, which F.batch_norm() computes at once: v * scale + shift."""
         x, count, mean, var = ctx.saved_tensors
@@ -632,7 +633,7 @@ class ThroughStatistics(torch.autograd.Function):
 def convert_batch_norm(module):
     """Turn a module's BatchNorm layers into GlobalBatchNorm, in place; their parameters stay.
 
-    Layers with a forward of their own (nn.SyncBatchNorm) or without running statistics stay.
+    Call it before the wrapper. Layers with another forward or without running statistics stay.
     """
     batch_norm = nn.modules.batchnorm._BatchNorm
     for layer in module.modules():
