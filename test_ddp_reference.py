@@ -1444,8 +1444,7 @@ class TheLaunch(Test):
     def test_the_main_job_reports_in_the_agreed_form_that_it_learns_and_leaves_no_file(self):
         out, err = finish(self.main_job)
 
-        if "[Gloo]" in out:  # PyTorch 2.9 prints lines of gloo first, one in the other.
-            out = out[out.index("ddp on") :]
+        out = re.sub(r"\[Gloo\].*\n+", "", out)  # PyTorch 2.9 prints such lines between.
         self.assertRegex(out, REPORT)
         self.assertRegex(out, LEARNED)
         self.assertEqual((err, list(self.tmpdir.glob("tmp*"))), ("", []))
@@ -1458,13 +1457,12 @@ class TheLaunch(Test):
         self.assertIn(f"3 {LOOPBACK},{LOOPBACK}\n", out)  # What the user has set stays.
 
     def test_a_slow_job_does_not_time_out_and_ends_quietly_if_its_launcher_gets_ctrl_c(self):
-        self.slow.stdout.readline()
-        epoch = self.slow.stdout.readline()
+        while not self.slow.stdout.readline().startswith("epoch 0"):
+            self.assertIsNone(self.slow.poll())
 
         os.kill(self.slow.pid, signal.SIGINT)
 
-        _, err = finish(self.slow, status=130)
-        self.assertEqual((epoch[:7], err), ("epoch 0", ""))
+        self.assertEqual(finish(self.slow, status=130)[1], "")
 
     def test_two_agents_train_what_one_launch_does_not_bound_to_the_loopback(self):
         out = "".join(finish(agent)[0] for agent in self.agents)
@@ -1514,7 +1512,7 @@ class AFailure(Test):
 
         self.assertEqual(by_one, "error: by rank 1 alone\n")
         self.assertEqual(by_all, "error: --shards and --val-shards go together\n")
-        self.assertEqual((out.count("\n"), list(self.folder.glob("ck*"))), (1, []))
+        self.assertEqual((out.count("epoch"), list(self.folder.glob("ck*"))), (0, []))
         raised = r"\s+-- Process 1 .*\nTraceback(.*\n)+ValueError: by rank 1 alone\s+"
         self.assertRegex(self.err, rf"^{raised}$")
         self.assertEqual(self.err.count("Traceback"), 1)  # not that of rank 0, which lost rank 1
