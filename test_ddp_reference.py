@@ -1678,8 +1678,10 @@ def keeps(guarantee, expected, *others, tolerance=0.01):
             moved = math.dist(net[name], expected[0][name])
             differs = math.dist(net[name], nets[step][name])
             if differs > tolerance * (moved + math.hypot(*net[name]) / 1e4):
-                print(f"FAIL {guarantee}\n     after step {step} {name} ", end="")
-                print(f"differs by {differs:.1e}, having moved {moved:.1e}")
+                print(
+                    f"FAIL {guarantee}\n     after step {step} {name} "
+                    f"differs by {differs:.1e}, having moved {moved:.1e}"
+                )
                 return False
     print("pass", guarantee)
     return True
@@ -1713,8 +1715,7 @@ class YourJob(Test):
 
     def assert_said(self, said, line="", replacement="", *options):
         """Assert what is printed for the script with a line replaced, and with which status."""
-        readme = (HERE / "README.md").read_text()
-        program = re.search(r"(?s)This is `my_job.py`.*?```python\n(.*?)```", readme)[1]
+        program = re.search(r"(?s)This is `my_job.py`.*?```python\n(.*?)```", README)[1]
         path = self.folder / "my_job.py"
         path.write_text(program.replace(line, replacement))
         with contextlib.redirect_stdout(io.StringIO()) as out:
