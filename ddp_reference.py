@@ -74,8 +74,8 @@ class SyntheticDataset(Dataset):
         index = range(self.num_samples)[index]  # or IndexError
         generator = np.random.default_rng((self.seed, index))
         x = torch.from_numpy(generator.standard_normal((3, self.length), dtype=np.float32))
-        means = F.avg_pool1d(x, kernel_size=3, stride=1, padding=1)
-        return x, means.max(dim=0).indices
+        means = F.avg_pool1d(x, 3, stride=1, padding=1)
+        return x, means.max(0).indices
 
 
 class ConvNet(nn.Sequential):
@@ -798,7 +798,7 @@ def end_with_parent(worker_id=None):
 # ---- Tar shards, for data of many small files
 def decode_npy(*contents):
     """Return a tensor for each content of a .npy file; nothing is unpickled."""
-    arrays = [np.load(io.BytesIO(content), allow_pickle=False) for content in contents]
+    arrays = [np.lib.format.read_array(io.BytesIO(data), allow_pickle=False) for data in contents]
     return tuple(map(torch.from_numpy, arrays))
 
 
