@@ -536,7 +536,7 @@ def run_rank(local_rank, args, make_task, store_path=None):
 
 
 def launch(args, make_task):
-    """Start the job's processes on this machine; return what sys.exit() takes."""
+    """Start the job's processes on this machine; exit with the status of what failed."""
     nprocs = args.nproc_per_node
     threads = max(1, torch.get_num_threads() // nprocs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Otherwise each takes all cores.
@@ -549,13 +549,13 @@ def launch(args, make_task):
             while not processes.join(grace_period=0):  # When one fails, the others are ended.
                 pass
         except mp.ProcessRaisedException as error:
-            return str(error)  # the rank and its traceback
+            sys.exit(str(error))  # the rank and its traceback
         except mp.ProcessExitedException as error:
-            return str(error) if error.signal_name else error.exit_code
+            sys.exit(str(error) if error.signal_name else error.exit_code)
         except KeyboardInterrupt:
             for process in mp.active_children():
                 process.kill()
-            return 130
+            sys.exit(130)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -616,7 +616,6 @@ class ThroughStatistics(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         """Subtract both terms, which F.batch_norm() computes at once: v * scale + shift."""
         x, count, mean, var = ctx.saved_tensors
@@ -711,11 +710,13 @@ def resume(task, device, args):
     path = args.checkpoint
     if path and os.path.exists(path):
         state = load_checkpoint(path)
-        saved = state.get("identity", {}) if isinstance(state, dict) else {}
-        refuse_difference(path, saved, identity)
-        task.module.load_state_dict(state["module"])
-        task.optimizer.load_state_dict(state["optimizer"])
-        epoch, samples_read, sums = state["progress"]
+        try:
+            refuse_difference(path, state["identity"], identity)
+            task.module.load_state_dict(state["module"])
+            task.optimizer.load_state_dict(state["optimizer"])
+            epoch, samples_read, sums = state["progress"]
+        except (LookupError, TypeError, RuntimeError) as error:  # It holds something else.
+            raise InputError(f"{path} is of another job: {error!r}") from error
         print_on_rank_0(f"resuming from {path}: epoch {epoch}, {samples_read} samples read")
 
     own = vars(args) | identity | {"progress": (epoch, samples_read)}
@@ -925,15 +926,14 @@ def decide_processes(args, refuse):
         args.micro_batch_size = math.ceil(args.global_batch_size / args.world_size)
     if args.parallel == "dp" and (args.world_size > 1 or args.amp):
         refuse("--parallel dp is one process, without --amp")
-    # Where a launcher shows each process one GPU of its own, --backend nccl says so.
-    has_own = torchrun and args.backend == "nccl"
+    has_own = torchrun and args.backend == "nccl"  # Each process may see only a GPU of its own.
     args.backend = args.backend or ("nccl" if gpus else "gloo")
     if args.backend == "nccl" and gpus < (1 if has_own else args.nproc_per_node):
         refuse(f"NCCL needs a GPU for each process, and there are {gpus}: try --backend gloo")
 
 
 def main(argv, make_task, parser=None):
-    """The program; returns what sys.exit() takes.
+    """The program.
 
     make_task: a function at the top level of your script. parser: make_parser() with your options.
     """
@@ -944,9 +944,10 @@ def main(argv, make_task, parser=None):
     if args.checkpoint_every and not args.checkpoint:
         parser.error("--checkpoint-every needs --checkpoint")
     decide_processes(args, parser.error)
-    if not dist.is_torchelastic_launched():
-        return launch(args, make_task)
-    run_rank(int(os.environ["LOCAL_RANK"]), args, make_task)
+    if dist.is_torchelastic_launched():
+        run_rank(int(os.environ["LOCAL_RANK"]), args, make_task)
+    else:
+        launch(args, make_task)
 
 
 def show_case(title, num_samples, with_sampler=True, with_set_epoch=True, drop_last=False):
@@ -968,7 +969,6 @@ def show_cases():
     show_case("2: no set_epoch: the same split in every epoch", 8, with_set_epoch=False)
     show_case("3: set_epoch: a new split each epoch", 8)
     show_case("4: 3 samples a rank: short batches are kept", 6)
-    show_case("4, dropping the short batch: a batch of 4 never fills", 6, drop_last=True)
     show_case("5: 5 samples on 2 ranks: the first is repeated to make 6", 5)
     show_case("6: last batches of one sample, which BatchNorm may refuse", 10)
     show_case("7: drop_last: that batch is gone", 10, drop_last=True)
@@ -977,4 +977,4 @@ def show_cases():
 if __name__ == "__main__":
     parser = make_parser()
     add_task_options(parser)
-    sys.exit(main(sys.argv[1:], make_task, parser))
+    main(sys.argv[1:], make_task, parser)
