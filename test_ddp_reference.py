@@ -70,12 +70,12 @@ SMALL = "--num-samples 44 --length 64 --epochs 2"  # steps of 22 and 22 samples
 # DistributedSampler has the indices of PyTorch's own. DistributedBatchSampler deals out steps that
 # are the same on any number of ranks. To break it, leave out `+ self.epoch` in order():
 # test_the_indices_are_those_of_pytorchs_sampler turns red.
-def steps_of_ranks(world_size, num_samples, batch, samples_read=0, drop_last=False):
+def steps_of_ranks(world_size, num_samples, batch, samples_read=0, **options):
     """Return for each step of an epoch the samples that all ranks read, sorted."""
     ranks = []
     for rank in range(world_size):
         sampler = ddp.DistributedSampler(range(num_samples), world_size, rank)
-        batch_sampler = ddp.DistributedBatchSampler(sampler, batch, drop_last)
+        batch_sampler = ddp.DistributedBatchSampler(sampler, batch, **options)
         batch_sampler.set_epoch(3, samples_read)
         ranks.append(list(batch_sampler))
         assert len(batch_sampler) == len(ranks[-1])
@@ -546,11 +546,12 @@ class TheSampler(unittest.TestCase):
 
     def test_a_second_pass_without_set_epoch_warns_with_the_remedy(self):
         sampler = ddp.DistributedBatchSampler(ddp.DistributedSampler(range(5), 2, 0), 5)
+        unshuffled = ddp.DistributedSampler(range(5), 2, 0, shuffle=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for epoch in range(3):
                 sampler.set_epoch(epoch)
-                list(sampler)
+                self.assertTrue(list(sampler) and list(unshuffled))
 
         with self.assertWarnsRegex(UserWarning, r"call set_epoch\(epoch\)") as warning:
             list(sampler)
@@ -562,23 +563,26 @@ class TheSampler(unittest.TestCase):
                 ddp.DistributedSampler(range(5), 2, rank)
 
     def test_from_any_start_any_number_of_ranks_makes_the_steps_that_are_left(self):
+        self.assertEqual(steps_of_ranks(1, 1, 8), [[0]])
         for drop_last, sizes in ((False, [8, 8, 6, 5]), (True, [8, 8, 8])):
             whole = steps_of_ranks(1, 27, 8, drop_last=drop_last)
 
             self.assertEqual([len(step) for step in whole], sizes)
             for done, world_size in itertools.product(range(len(whole) + 1), (1, 3, 4)):
-                left = steps_of_ranks(world_size, 27, 8, sum(sizes[:done]), drop_last)
+                left = steps_of_ranks(world_size, 27, 8, sum(sizes[:done]), drop_last=drop_last)
                 self.assertEqual(left, whole[done:])
 
 
 # ---- The task
 class TheTask(unittest.TestCase):
     def test_an_item_depends_on_seed_and_index_and_y_is_the_channel_of_the_largest_mean(self):
-        items = [ddp.SyntheticDataset(9, 50, seed)[i] for seed, i in ((0, 5), (1, 5), (0, 4))]
         x, y = ddp.SyntheticDataset(6, 50)[5]
+        numbers = {x.mean().item()}
+        for seed, index in ((0, 5), (1, 5), (0, 4)):
+            numbers.add(ddp.SyntheticDataset(9, 50, seed)[index][0].mean().item())
         means = F.pad(x, (1, 1)).unfold(1, 3, 1).mean(2)
 
-        self.assertEqual([torch.equal(other, x) for other, _ in items], [True, False, False])
+        self.assertEqual(len(numbers), 3)
         self.assertTrue(torch.equal(y, means.argmax(0)))
 
 
@@ -769,7 +773,7 @@ class TheNumberOfRanks(Test):
 
     def test_random_numbers_are_others_for_each_item_epoch_and_seed_and_for_fewer_numbers(self):
         drawn = set()
-        for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 1)):
+        for seed, epoch in ((0, 0), (0, 1), (1, 0)):
             items = ddp.SeededItems(Drawing(), seed)
             items.set_epoch(epoch)
             drawn |= {items[i] for i in range(4)}
@@ -854,9 +858,8 @@ class TheCheckpoint(Test):
         super().setUpClass()
         cls.path = cls.folder / "ck"
         cls.options = f"{SMALL} --global-batch-size 7 --checkpoint {cls.path}"
-        trained(
-            2, f"{cls.options} --drop-last --checkpoint-every 2", changed(val_set=Interrupted())
-        )
+        dropping = f"{cls.options} --drop-last --checkpoint-every 3"
+        trained(2, dropping, changed(val_set=Interrupted()))
         cls.whole = cls.path.read_bytes()
 
     def test_at_every_moment_it_is_whole_also_with_two_writers_and_a_link_stays_a_link(self):
@@ -887,7 +890,6 @@ class TheCheckpoint(Test):
         torch.save({}, weights)
         torch.save(print, code)
         whole, later = self.whole, nn.Sequential(nn.Identity(), *ddp.ConvNet())
-        longer = nn.Sequential(*ddp.ConvNet(), nn.Conv1d(3, 3, 1))
         with_buffers = nn.Sequential(*ddp.ConvNet(), nn.BatchNorm1d(3, affine=False))
         for content, message, more, *task in (
             (b"", "ck is damaged or no checkpoint: EOFError", ""),
@@ -899,7 +901,6 @@ class TheCheckpoint(Test):
             (whole, "SyntheticDataset of 44 .*, list of 9", "", changed(train_set=uneven_data(9))),
             (whole, "Adam there, SGD here", "", changed(optimizer=torch.optim.SGD)),
             (whole, r"\('0.weight', .* there, \('1.weight', .* here", "", changed(module=later)),
-            (whole, "parameter 9 .* is None there", "", changed(module=longer)),
             (whole, "a step of 2 samples is too small for 3 processes: try another", ""),
         ):
             self.path.write_bytes(content)
@@ -919,8 +920,7 @@ class TheCheckpoint(Test):
 
             for error in errors:
                 self.assertRegex(error, "^FloatingPointError: the loss or a parameter is not")
-            epoch, samples_read, sums = torch.load(path)["progress"]
-            self.assertEqual((epoch, samples_read, sums.sum()), (0, 0, 0))
+            self.assertEqual(torch.load(path)["progress"][:2], (0, 0))
 
 
 # ---- The job
@@ -941,19 +941,17 @@ class Counting(list):
 
 
 def epochs_read(num_workers):
-    """Return the items of two epochs of a dataset of 300 tensors, while 256 files may be open."""
+    """Return the items of two epochs of a dataset of 300 tensors; 256 files may be open."""
     data = Counting(torch.zeros(1) for _ in range(300))
     task = ddp.Task(data, data, module=None, optimizer=None)
     args = ddp.make_parser().parse_args([f"--num-workers={num_workers}", "--micro-batch-size=1"])
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     loader, _ = ddp.make_loaders(task, CPU, args)
     items = []
     for epoch in range(2):
         loader.dataset.set_epoch(epoch)
         loader.batch_sampler.set_epoch(epoch)
         items += [torch.stack(batch) for batch in loader]
-    resource.setrlimit(resource.RLIMIT_NOFILE, most)
     return items
 
 
@@ -1428,10 +1426,12 @@ class TheCommandLine(Test):
 
     def test_numbers_out_of_range(self):
         from_1 = "nproc-per-node epochs global-batch-size micro-batch-size checkpoint-every timeout"
-        for name in f"{from_1} num-samples length num-workers seed lr clip-grad-norm".split():
-            from_0 = name in ("num-workers", "seed", "lr", "clip-grad-norm")
-            for value in ["-1", "nan", "inf", "x"] + ["0"] * (not from_0):
-                self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
+        from_0 = "num-workers seed lr clip-grad-norm"
+        for lowest, names in ((1, f"{from_1} num-samples length"), (0, from_0)):
+            for name in names.split():
+                for value in (lowest - 1, -1, "nan", "inf", "x"):
+                    self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
+                parser_of_all_options().parse_args([f"--{name}={lowest}"])
 
     def test_options_that_cannot_work_here(self):
         would_hang = self.TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
