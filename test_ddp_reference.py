@@ -4,14 +4,14 @@
     bash run.sh test -k Lesson                  # the classes or tests whose names hold a word
     bash run.sh test my_job.py [its options]    # the guarantees for a job of your own
 
-First come six lessons: what data-parallel training guarantees, compared with what must come out:
-with PyTorch's own sampler, one process on the whole batch, a job that was not interrupted. They use
-four helpers, which stand below the rule. on_ranks(3, function, *args) calls a function in each of
-three processes that form a group, and returns the three results. trained(3, options) runs the job
-on three ranks and returns what rank 0 has: the lines of its epochs, a digest of its parameters and
-its net (state_dict). resumed(options, (4, 3), (2, None)) runs it on four ranks, stops it when it
-would make its third step, and goes on from the checkpoint on two, to the end. assert_close() allows
-for the rounding of float32, 1e-5.
+First come six lessons: what data-parallel training guarantees. Each compares the job with what
+must come out: PyTorch's own sampler, one process on the whole batch, or a job that was not stopped.
+Their helpers stand below the rule. on_ranks(3, function, *args) calls a function in each of three
+processes that form a group, and returns the three results. trained(3, options) runs the job on
+three ranks and returns what rank 0 has: all that it printed (out), of that the lines of its epochs
+and the digest of its net, and the net (state_dict). resumed(options, (4, 3), (2, None)) runs it on
+four ranks, stops it when it would make its third step, and goes on from the checkpoint on two, to
+the end. assert_close() allows for the rounding of float32, 1e-5. printed() is what a call prints.
 """
 
 import ast
@@ -41,6 +41,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import traceback
 import tracemalloc
 import types
 import unittest
@@ -85,8 +86,9 @@ def steps_of_ranks(world_size, num_samples, batch, samples_read=0, **options):
 class Lesson1Sampler(unittest.TestCase):
     def test_the_indices_are_those_of_pytorchs_sampler(self):
         booleans = True, False
-        cases = itertools.product(range(20), range(1, 8), booleans, booleans)
-        for n, num_replicas, shuffle, drop_last in [*cases, (16385, 2, True, False)]:
+        cases = [*itertools.product(range(20), range(1, 8), booleans, booleans)]
+        cases.append((16385, 2, True, False))  # ours permutes int32, PyTorch's int64
+        for n, num_replicas, shuffle, drop_last in cases:
             for rank in range(num_replicas):
                 arguments = range(n), num_replicas, rank, shuffle, 7, drop_last
                 ours, torchs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
@@ -95,7 +97,7 @@ class Lesson1Sampler(unittest.TestCase):
                     torchs.set_epoch(epoch)
 
                     self.assertEqual(list(ours), list(torchs))
-                    self.assertEqual(vars(ours) | vars(torchs), vars(ours))  # the attributes, too
+                    self.assertLessEqual(vars(torchs).items(), vars(ours).items())  # attributes
 
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         expected = steps_of_ranks(1, num_samples=100, batch=24)
@@ -108,7 +110,7 @@ class Lesson1Sampler(unittest.TestCase):
 
 # ---- Lesson 2: seven cases of two ranks
 # What goes wrong without a sampler and without set_epoch, and what becomes of samples that do not
-# fill a batch: `bash run.sh cases`. To break it, leave out sampler.set_epoch(epoch) in show_case:
+# fill a batch: `bash run.sh cases`. To break it, write `if False:` for `if with_set_epoch:`:
 # test_the_cases_show_the_batches_of_pytorchs_sampler turns red.
 class Lesson2Cases(unittest.TestCase):
     CASE_3 = """
@@ -121,10 +123,10 @@ case 3: set_epoch: a new split each epoch
 """
 
     def test_the_cases_show_the_batches_of_pytorchs_sampler(self):
-        ours = printed(ddp.main, ["cases"], ddp.make_task)
+        ours = printed(ddp.main, ["cases"], None)
 
         with mock.patch.object(ddp, "DistributedSampler", TorchSampler):
-            torchs = printed(ddp.show_cases)
+            torchs = printed(ddp.main, ["cases"], None)
 
         self.assertEqual(ours, torchs)
         self.assertIn(self.CASE_3, ours)
@@ -135,13 +137,13 @@ case 3: set_epoch: a new split each epoch
 # Every rank ends a step with the parameters of one process that had the whole batch, however
 # unequally many labels the ranks have. To break it, write 1 for `dist.get_world_size()` in
 # train_step: test_on_any_number_of_ranks_a_step_is_that_of_one_process_on_the_whole_batch turns
-# red. With two ranks a step goes like this; the last line is the same on both:
+# red. With two ranks a step goes like this; optimizer.step() is the same on both:
 #
 #     rank 0   samples 0 2 4 ... of the step   forward   backward ┐
 #                                                                 ├ all-reduce   optimizer.step()
 #     rank 1   samples 1 3 5 ... of the step   forward   backward ┘
 def plain_net():
-    """Return a net without BatchNorm, with a frozen parameter, the same in every process."""
+    """Return a net without BatchNorm, the same in every process, with a frozen parameter."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 3, padding=1))
     net[0].bias.requires_grad_(False)
@@ -220,9 +222,9 @@ class Lesson4Evaluation(unittest.TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job
-# It is one nn.BatchNorm over what all ranks compute at once: the whole global batch, if a share is
-# one micro-batch. To break it, leave out `+ (means - mean).square()` in job_statistics:
-# test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
+# GlobalBatchNorm is one nn.BatchNorm over what all ranks compute at once: the whole global batch,
+# if a share is one micro-batch. To break it, leave out `+ (means - mean).square()` in
+# job_statistics: test_outputs_gradients_and_statistics_are_those_of_one_process turns red.
 def net_with_batch_norm(affine=True, momentum=0.3):
     """Return a net with BatchNorm in two dimensions, and on features."""
     options = {"affine": affine, "momentum": momentum, "eps": 0.01}
@@ -260,10 +262,11 @@ class Lesson5BatchNorm(unittest.TestCase):
 
         ranks = on_ranks(3, share_through_net, x, gradient, options)
 
-        for i in (0, 1):  # outputs, and gradients of x
-            assert_close(torch.cat([rank[i] for rank in ranks]), expected[i], tolerance)
-        for rank in ranks:
-            assert_close(rank[2:], expected[2:], tolerance)
+        outputs, gradients_of_x, *others = zip(*ranks, strict=True)
+        assert_close(torch.cat(outputs), expected[0], tolerance)
+        assert_close(torch.cat(gradients_of_x), expected[1], tolerance)
+        for of_rank in zip(*others, strict=True):
+            assert_close(of_rank, expected[2:], tolerance)
 
     def test_outputs_gradients_and_statistics_are_those_of_one_process(self):
         self.assert_same_as_one_process(nine_samples())
@@ -276,15 +279,15 @@ class Lesson5BatchNorm(unittest.TestCase):
 
 
 def nine_samples():
-    """Return random x."""
+    """Return random x, float32 (9, 3, 2, 2)."""
     return torch.randn(9, 3, 2, 2, generator=torch.Generator().manual_seed(0))
 
 
 # ---- Lesson 6: the number of processes changes nothing, and a stopped job goes on
 # On other numbers of ranks the epochs print the same, also after stops; on the same number each bit
 # is the same. To break it, leave out `task.optimizer.load_state_dict` in resume:
-# test_so_it_does_stopped_on_4_ranks_and_resumed_on_3_then_5_then_2 turns red. To see what the first
-# backward is there for, leave out `loss_sum.backward()` in data_parallel:
+# test_stopped_on_4_ranks_and_resumed_on_3_then_5_then_2_it_trains_the_same turns red. To see what
+# the first backward is there for, leave out run_micro_batch() and backward() in data_parallel:
 # test_stopped_and_resumed_on_as_many_ranks_it_ends_with_the_same_bits turns red, on three ranks.
 class Lesson6NumberOfRanks(unittest.TestCase):
     def test_the_shipped_net_trains_the_same_on_1_2_3_and_5_ranks(self):
@@ -298,7 +301,7 @@ class Lesson6NumberOfRanks(unittest.TestCase):
                     self.assertEqual(ours.lines, expected.lines)
                     assert_close(ours.state_dict, expected.state_dict)
 
-    def test_so_it_does_stopped_on_4_ranks_and_resumed_on_3_then_5_then_2(self):
+    def test_stopped_on_4_ranks_and_resumed_on_3_then_5_then_2_it_trains_the_same(self):
         options = "--num-samples 100 --length 64 --epochs 4"
         expected = trained(1, options)
 
@@ -345,27 +348,32 @@ def processes():
     return concurrent.futures.ProcessPoolExecutor(6, context, ddp.end_with_parent)
 
 
-def as_rank(rank, world_size, path, function, args, options):
-    """Return function(*args, **options), called in a gloo group."""
+def as_rank(rank, world_size, path, function, args):
+    """Return function(*args), called in a gloo group."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
-        result = function(*args, **options)
+        result = function(*args)
         dist.barrier()
         return result
+    except Exception as error:  # Its model would outlive the group; freeing it then may hang.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
 
 
-def on_ranks(world_size, function, *args, **options):
+def on_ranks(world_size, function, *args):
     """Call a function on each rank of a group of 1 to 6 processes, and return the results.
 
     on_ranks(3, dist.get_rank) is [0, 1, 2].
     """
     with tempfile.TemporaryDirectory() as folder:
-        call = world_size, f"{folder}/store", function, args, options
+        call = world_size, f"{folder}/store", function, args
         ranks = [processes().submit(as_rank, rank, *call) for rank in range(world_size)]
         errors = [rank.exception() for rank in ranks if rank.exception()]
         if errors:  # A rank that has only lost another raises a RuntimeError.
@@ -406,7 +414,7 @@ def job(options, make_task=ddp.make_task, stop_at=None):
     return job_of(args, make_task, stop_at)
 
 
-def job_of(args, make_task, stop_at=None):
+def job_of(args, make_task, stop_at):
     """Run one rank of a job on a terminal, up to its end or before its step number `stop_at`.
 
     What stops it is lr_factor, which is called before each step. Returns what it printed (out), of
@@ -432,8 +440,6 @@ def job_of(args, make_task, stop_at=None):
     ):
         out.isatty = lambda: True
         ddp.train(args, CPU, make_stopping_task)
-    faulthandler.cancel_dump_traceback_later()
-    signal.alarm(0)
     result.out = out.getvalue()
     result.lines = re.findall(r"epoch \d+ \| loss.*(?= \|)", result.out)
     result.digest = re.findall(r"parameters sha256 \S+", result.out)
@@ -604,7 +610,8 @@ def change_task(fields, args, device):
 
 
 # ---- A step. What watches over train_step:
-# bash run.sh test -k Lesson3 -k TheStep -k draws_and_counts -k a_schedule -k each_option -k amp
+# bash run.sh test -k Lesson3 -k TheStep -k micro_batches -k draws_and_counts -k a_schedule
+#     -k each_option -k amp_runs -k cannot_be_trained
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the names of PyTorch's operators that are called."""
 
@@ -644,6 +651,7 @@ class TheStep(unittest.TestCase):
     def test_a_step_is_cut_into_micro_batches_alike_on_any_number_of_ranks(self):
         for step_size, product in ((24, 6), (26, 12), (31, 6), (31, 90)):
             expected = on_ranks(1, micro_batches_of, step_size, product)[0]
+            self.assertLessEqual(max(map(len, expected)), product)
             for world_size in (2, 3):
                 ranks = on_ranks(world_size, micro_batches_of, step_size, product // world_size)
 
@@ -695,13 +703,13 @@ class TheBatchNorm(unittest.TestCase):
 
         ddp.convert_batch_norm(net)
 
-        types = [nn.BatchNorm2d, nn.SyncBatchNorm, ddp.GlobalBatchNorm]
-        self.assertEqual([type(layer) for layer in net[:3]], types)
+        expected_types = [nn.BatchNorm2d, nn.SyncBatchNorm, ddp.GlobalBatchNorm]
+        self.assertEqual([type(layer) for layer in net[:3]], expected_types)
         self.assertTrue(torch.equal(net(x), expected))
 
 
 # ---- The number of GPUs changes the time, not the training
-class Drawing(torch.utils.data.Dataset):
+class Drawing:
     """Numbers that all three generators draw."""
 
     def __getitem__(self, index):
@@ -754,7 +762,7 @@ def scheduled_plain_loop():
 
 
 class TheNumberOfRanks(Test):
-    def test_nor_do_micro_batches_under_batch_norm_if_ranks_times_their_size_stays(self):
+    def test_micro_batches_change_nothing_under_batch_norm_if_ranks_times_their_size_stays(self):
         options = f"{SMALL} --num-samples 27 --global-batch-size 12 --micro-batch-size"  # 12, 8, 7
 
         two, three = (trained(*run) for run in ((2, f"{options} 3"), (3, f"{options} 2")))
@@ -853,15 +861,6 @@ def loss_without_finite_gradient(logits, y):
 
 
 class TheCheckpoint(Test):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.path = cls.folder / "ck"
-        cls.options = f"{SMALL} --global-batch-size 7 --checkpoint {cls.path}"
-        dropping = f"{cls.options} --drop-last --checkpoint-every 3"
-        trained(2, dropping, changed(val_set=Interrupted()))
-        cls.whole = cls.path.read_bytes()
-
     def test_at_every_moment_it_is_whole_also_with_two_writers_and_a_link_stays_a_link(self):
         link, path, seen = self.folder / "link", self.folder / "file", []
         link.symlink_to(path)
@@ -886,10 +885,13 @@ class TheCheckpoint(Test):
         self.assertEqual(error, "InputError: --checkpoint /none/ck: No such file or directory")
 
     def test_what_is_damaged_or_of_another_job_is_refused_with_the_difference_and_stays(self):
-        weights, code = io.BytesIO(), io.BytesIO()
+        path, weights, code = self.folder / "ck", io.BytesIO(), io.BytesIO()
+        options = f"{SMALL} --global-batch-size 7 --checkpoint {path}"
+        trained(2, f"{options} --drop-last --checkpoint-every 3", changed(val_set=Interrupted()))
+        whole = path.read_bytes()
         torch.save({}, weights)
         torch.save(print, code)
-        whole, later = self.whole, nn.Sequential(nn.Identity(), *ddp.ConvNet())
+        later = nn.Sequential(nn.Identity(), *ddp.ConvNet())
         with_buffers = nn.Sequential(*ddp.ConvNet(), nn.BatchNorm1d(3, affine=False))
         for content, message, more, *task in (
             (b"", "ck is damaged or no checkpoint: EOFError", ""),
@@ -901,15 +903,16 @@ class TheCheckpoint(Test):
             (whole, "SyntheticDataset of 44 .*, list of 9", "", changed(train_set=uneven_data(9))),
             (whole, "Adam there, SGD here", "", changed(optimizer=torch.optim.SGD)),
             (whole, r"\('0.weight', .* there, \('1.weight', .* here", "", changed(module=later)),
+            # It has read 42 of the 44 samples.
             (whole, "a step of 2 samples is too small for 3 processes: try another", ""),
         ):
-            self.path.write_bytes(content)
+            path.write_bytes(content)
 
-            errors = on_ranks(3, error_of_job, f"{self.options} {more}", *task)
+            errors = on_ranks(3, error_of_job, f"{options} {more}", *task)
 
             for error in errors:
                 self.assertRegex(error, f"^InputError: .*{message}")
-            self.assertEqual(self.path.read_bytes(), content)
+            self.assertEqual(path.read_bytes(), content)
 
     def test_a_loss_or_a_net_that_is_not_finite_ends_the_job_and_is_not_saved(self):
         for loss in (infinite_loss, loss_without_finite_gradient):
@@ -1028,13 +1031,13 @@ class TheJob(Test):
         )
         for error, options, *task in (
             # Its steps change nothing; otherwise this would be a FloatingPointError.
-            ("InputError: nothing to train on: no s", "--checkpoint-every 1", unlabelled),
+            ("InputError: nothing to train on: no sample", "--checkpoint-every 1", unlabelled),
             ("TypeError: labels must be integers; a regression has", "", halves),
-            ("InputError: a step of 1 samples is too small for 2 p", "--global-batch-size 1"),
+            ("InputError: a step of 1 samples is too small", "--global-batch-size 1"),
             ("InputError: nothing to train on: not one step of 24", "--num-samples 23 --drop-last"),
         ):
             for said in on_ranks(2, error_of_job, options, *task):
-                self.assertEqual(said[: len(error)], error)
+                self.assertIn(error, said)
 
 
 # ---- Tar shards
@@ -1057,7 +1060,7 @@ def tar_of(members):
 
 
 def shard_of(samples):
-    """Return a shard of (x, y) pairs, with long names and other members between."""
+    """Return a shard of numbered (x, y) pairs, with long names and other members between."""
     members = {"README": b"no sample", ".hidden.x.npy": b"no sample"}
     for number, (x, y) in samples:
         sample = "long/" * 30 + f"v1.{number // 10}/{number % 10}"
@@ -1125,6 +1128,8 @@ class TheShards(Test):
 
 # ---- The README: what it shows is run, and each part of its table is taken out and used
 README = (HERE / "README.md").read_text()
+BLOCKS = re.findall(r"(?s)```(?:diff|python)\n(.*?)```", README)
+DIFF, CHANGES, MY_JOB, BATCH_SUMS, EXERCISES = BLOCKS
 SOURCE = (HERE / "ddp_reference.py").read_text()
 
 
@@ -1134,23 +1139,17 @@ def side_of(diff, sign):
 
 
 class TheReadme(Test):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        blocks = re.findall(r"(?s)```(?:diff|python)\n(.*?)```", README)
-        cls.diff, cls.changes, _, cls.batch_sums, cls.exercises = blocks
-
     def test_the_sides_of_its_diffs_train_the_same(self):
-        plain, parallel = side_of(self.diff, "-"), side_of(self.diff, "+")
-        changed = parallel
-        for change in re.split(r"(?m)^\d: .*\n", self.changes)[1:]:
-            self.assertIn(side_of(change, "-"), changed)
-            changed = changed.replace(side_of(change, "-"), side_of(change, "+"))
+        plain, parallel = side_of(DIFF, "-"), side_of(DIFF, "+")
+        with_changes = parallel
+        for change in re.split(r"(?m)^\d: .*\n", CHANGES)[1:]:
+            self.assertIn(side_of(change, "-"), with_changes)
+            with_changes = with_changes.replace(side_of(change, "-"), side_of(change, "+"))
 
         expected = self.saved_by(plain, world_size=1)
 
         assert_close(self.saved_by(parallel, world_size=2), expected)
-        assert_close(self.saved_by(changed, world_size=2), expected)
+        assert_close(self.saved_by(with_changes, world_size=2), expected)
 
     def saved_by(self, program, world_size):
         """Return the parameters that a program of the README saves."""
@@ -1162,7 +1161,7 @@ class TheReadme(Test):
         return torch.load(model)
 
     def test_its_regression_has_sums_of_squares_errors_and_numbers(self):
-        exec(self.batch_sums, names := {})
+        exec(BATCH_SUMS, names := {})
 
         sums = names["batch_sums"](torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]]))
 
@@ -1180,16 +1179,15 @@ class TheReadme(Test):
             used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
             self.assertEqual(used & own - names, set())
 
-    def test_the_old_lines_of_its_exercises_stand_once_in_the_file_and_its_answers_name_tests(self):
-        old_lines = re.findall(r"(?m)^-(.*\n)", self.exercises)
-        names = re.findall(r"(?m)^\d\. .* `(\w+)`$", README)
+    def test_the_old_lines_of_its_exercises_stand_once_in_the_file_and_each_names_a_test(self):
+        old_lines = re.findall(r"(?m)^-(.*\n)", EXERCISES)
+        names = re.findall(r"(?m)^\+.*  # \d (\w+)$", EXERCISES)
         tests = pathlib.Path(__file__).read_text()
 
-        self.assertEqual((len(old_lines), len(names)), (7, 6))
-        for line in old_lines:
+        self.assertEqual((len(old_lines), len(names)), (7, 7))
+        for line, name in zip(old_lines, names, strict=True):
             self.assertEqual(SOURCE.count(line), 1)
-        for name in names:
-            self.assertRegex(tests, rf"def test_\w*{name}")
+            self.assertRegex(tests, rf"(def test_|class )\w*{name}")
 
 
 def run_under_torchrun(script, world_size, port, rank):
@@ -1268,7 +1266,7 @@ if __name__ == "__main__":
     torch.set_num_threads(6)  # as on 6 cores
 """
 
-KILL_OR_RAISE_ON_RANK_0 = """
+KILL_THEN_RAISE_ON_RANK_0 = """
 train_step, steps = ddp.train_step, []  # It is killed at its fourth step.
 def killed_step(*args, **options):
     steps.append(1)
@@ -1319,7 +1317,7 @@ class TheLaunch(Test):
         telling = f"{agent} {cls.script(TELL_THE_INTERFACE, 'telling')} {SMALL}"
         cls.agents = [start(telling, GLOO_SOCKET_IFNAME=LOOPBACK) for _ in range(2)]
 
-    def test_the_main_job_reports_in_the_agreed_form_that_it_learns_and_leaves_no_file(self):
+    def test_the_main_job_reports_its_epochs_learns_and_leaves_no_file(self):
         out, err = finish(self.main_job)
 
         out = re.sub(r"\[Gloo\].*\n+", "", out)  # PyTorch 2.9 prints such lines between.
@@ -1342,7 +1340,7 @@ class TheLaunch(Test):
 
         self.assertEqual(finish(self.slow, status=130)[1], "")
 
-    def test_two_agents_train_what_one_launch_does_not_bound_to_the_loopback(self):
+    def test_two_agents_are_not_bound_to_the_loopback_and_train_what_one_launch_does(self):
         out = "".join(finish(agent)[0] for agent in self.agents)
 
         self.assertIn(trained(2, SMALL).digest[0], out)
@@ -1359,7 +1357,7 @@ class AFailure(Test):
         cls.refusing = start(cls.script(telling.replace("Value", "ddp.Input"), "refusing"))
         save = f"--checkpoint-every 1 --checkpoint {cls.folder}/ck"
         cls.without_val_shards = start(f"ddp_reference.py --shards x {save}")
-        killed = f"{cls.script(KILL_OR_RAISE_ON_RANK_0, 'killed')} {SMALL} {save}-of-killed"
+        killed = f"{cls.script(KILL_THEN_RAISE_ON_RANK_0, 'killed')} {SMALL} {save}-of-killed"
         restarting = f"{TORCHRUN} --standalone --nproc-per-node=2 --max-restarts=1 {killed}"
         cls.killed = start(restarting, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         cls.out, cls.err = run(cls.script(telling), status=1)
@@ -1405,7 +1403,7 @@ class AFailure(Test):
 class TheCommandLine(Test):
     """What cannot work is refused in one line that says what to do."""
 
-    TORCHRUN = {
+    TORCHRUNS_ENVIRON = {
         "TORCHELASTIC_RUN_ID": "1",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -1434,13 +1432,13 @@ class TheCommandLine(Test):
                 parser_of_all_options().parse_args([f"--{name}={lowest}"])
 
     def test_options_that_cannot_work_here(self):
-        would_hang = self.TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        would_hang = self.TORCHRUNS_ENVIRON | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for options, message, environ in (
             ("--checkpoint-every 1", "needs --checkpoint", {}),
             ("--parallel dp --amp", "one process, without --amp", {}),
             ("--parallel dp --nproc-per-node 2", "one process", {}),
             ("--backend nccl", "there are 0: try --backend gloo", {}),
-            ("--nproc-per-node 2", "give it before the file", self.TORCHRUN),
+            ("--nproc-per-node 2", "give it before the file", self.TORCHRUNS_ENVIRON),
             ("", "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", would_hang),
             ("", "start the processes with torchrun", {"WORLD_SIZE": "2"}),
         ):
@@ -1458,14 +1456,14 @@ class OnGPUs(Test):
     def test_one_process_per_gpu_trains_as_one_process_does_also_if_killed(self):
         expected, _ = self.run_job(f"{SMALL} --nproc-per-node 1")
         options = f"{SMALL} --checkpoint-every 1 --checkpoint {self.folder}/ck"
-        killed, _ = self.run_job(options, self.script(KILL_OR_RAISE_ON_RANK_0), status=1)
+        killed, _ = self.run_job(options, self.script(KILL_THEN_RAISE_ON_RANK_0), status=1)
 
-        resumed, _ = self.run_job(options)
+        ours, _ = self.run_job(options)
 
         self.assertIn(f"ddp on nccl, world size {GPUS}, cuda, ", killed)
-        self.assertIn("epoch 1, 22 samples read", resumed)
+        self.assertIn("epoch 1, 22 samples read", ours)
         lines = re.compile(r"epoch \d \|.*(?= \|)")
-        self.assertEqual(lines.findall(killed + resumed), lines.findall(expected))
+        self.assertEqual(lines.findall(killed + ours), lines.findall(expected))
 
     def test_data_parallel_learns_in_one_process(self):
         out, _ = self.run_job("--length 1000 --parallel dp")
@@ -1484,7 +1482,7 @@ class OnGPUs(Test):
 
     def test_a_launcher_that_shows_each_process_a_gpu_of_its_own_may_ask_for_nccl(self):
         script = self.script("ddp.run_rank = lambda *args: print(args[1].backend)")
-        environ = TheCommandLine.TORCHRUN | {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+        environ = TheCommandLine.TORCHRUNS_ENVIRON | {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}
         environ["CUDA_VISIBLE_DEVICES"] = self.VISIBLE.split(",")[0]
 
         asked, _ = run(f"{script} --backend nccl", **environ)
@@ -1506,11 +1504,11 @@ def nets_of_program(path, options, checkpoint=None, stop_at=None):
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(ddp, "launch") as launch,
-        contextlib.suppress(SystemExit, FileNotFoundError),
+        contextlib.suppress(SystemExit),
     ):
         runpy.run_path(path, run_name="__main__")
     if not launch.called:
-        raise ddp.InputError(f"{path} is not there, or does not call ddp_reference.main")
+        raise ddp.InputError(f"{path} does not call ddp_reference.main")
     args, make_task = launch.call_args.args
     if args.checkpoint or args.parallel == "dp":
         raise ddp.InputError("a test has no --checkpoint and no --parallel dp")
@@ -1584,9 +1582,8 @@ class YourJob(Test):
 
     def assert_said(self, said, line="", replacement="", *options):
         """Assert what is printed for the script with a line replaced, and with which status."""
-        program = re.search(r"(?s)This is `my_job.py`.*?```python\n(.*?)```", README)[1]
         path = self.folder / "my_job.py"
-        path.write_text(program.replace(line, replacement))
+        path.write_text(MY_JOB.replace(line, replacement))
         options = "--global-batch-size=6", *options
         out = printed(lambda: print("status", check_program(str(path), *options)))
 
@@ -1633,7 +1630,7 @@ def main():
         setUpModule()
         try:
             sys.exit(check_program(*sys.argv[1:]))
-        except ddp.InputError as error:
+        except (ddp.InputError, FileNotFoundError) as error:
             ddp.make_parser().error(error)
     runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
     result = unittest.main(exit=False, testRunner=runner).result
