@@ -1357,8 +1357,9 @@ class AFailure(Test):
         cls.refusing = start(cls.script(telling.replace("Value", "ddp.Input"), "refusing"))
         save = f"--checkpoint-every 1 --checkpoint {cls.folder}/ck"
         cls.without_val_shards = start(f"ddp_reference.py --shards x {save}")
-        killed = f"{cls.script(KILL_THEN_RAISE_ON_RANK_0, 'killed')} {SMALL} {save}-of-killed"
+        killed = cls.script(KILL_THEN_RAISE_ON_RANK_0 + TELL_THE_INTERFACE, "killed")
         restarting = f"{TORCHRUN} --standalone --nproc-per-node=2 --max-restarts=1 {killed}"
+        restarting += f" {SMALL} {save}-of-killed"
         cls.killed = start(restarting, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         cls.out, cls.err = run(cls.script(telling), status=1)
 
@@ -1391,10 +1392,13 @@ class AFailure(Test):
         self.assertRegex(self.err, rf"^{raised}$")
         self.assertEqual(self.err.count("Traceback"), 1)  # not that of rank 0, which lost rank 1
 
-    def test_under_torchrun_a_killed_job_is_restarted_and_ends_as_the_uninterrupted_one(self):
+    def test_torchrun_restarts_a_killed_job_on_the_loopback_to_the_end_of_the_uninterrupted_one(
+        self,
+    ):
         out, err = finish(self.killed, status=1)
 
         self.assertIn("epoch 1, 22 samples read", out)
+        self.assertIn(f"interface: {LOOPBACK}\n", out)
         self.assertIn(trained(2, SMALL).digest[0], out)
         self.assertRegex(err, "(?s)Root Cause.*ValueError: at the end")  # torchrun's report
 
@@ -1430,6 +1434,11 @@ class TheCommandLine(Test):
                 for value in (lowest - 1, -1, "nan", "inf", "x"):
                     self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
                 parser_of_all_options().parse_args([f"--{name}={lowest}"])
+
+    def test_without_options_the_data_are_100_samples_of_10000_positions(self):
+        args = parser_of_all_options().parse_args([])
+
+        self.assertEqual((args.num_samples, args.length), (100, 10000))
 
     def test_options_that_cannot_work_here(self):
         would_hang = self.TORCHRUNS_ENVIRON | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
