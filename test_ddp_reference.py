@@ -953,7 +953,7 @@ def epochs_read(num_workers):
     data = Counting(torch.zeros(1) for _ in range(300))
     task = ddp.Task(data, data, module=None, optimizer=None)
     args = ddp.make_parser().parse_args([f"--num-workers={num_workers}", "--micro-batch-size=1"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # as long as this process lives
     loader, _ = ddp.make_loaders(task, CPU, args)
     items = []
     for epoch in range(2):
@@ -1132,7 +1132,7 @@ class TheShards(Test):
             self.shard(undecodable)[0]
 
 
-# ---- The README: what it shows is run, and each part of its table is taken out and used
+# ---- The README: what it shows is run
 README = (HERE / "README.md").read_text()
 BLOCKS = re.findall(r"(?s)```(?:diff|python)\n(.*?)```", README)
 DIFF, CHANGES, MY_JOB, BATCH_SUMS, EXERCISES = BLOCKS
