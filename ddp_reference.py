@@ -652,7 +652,7 @@ def save_checkpoint(path, state):
     Call it on rank 0 alone. A killed process may leave a temporary file, PATH plus 32 digits.
     """
     path = os.path.realpath(path)  # A link stays a link.
-    temporary = f"{path}.{uuid.uuid4().hex}"  # no other writer's
+    temporary = f"{path}.{uuid.uuid4().hex}"  # no other writer has it
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
