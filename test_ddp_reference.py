@@ -413,7 +413,8 @@ def parser_of_all_options():
 def job(options, make_task=ddp.make_task, stop_at=None):
     """Run one rank of a job with these options, as job_of() does."""
     parser = parser_of_all_options()
-    args = parser.parse_args([*shlex.split(options), f"--nproc-per-node={dist.get_world_size()}"])
+    options += f" --timeout 120 --nproc-per-node {dist.get_world_size()}"
+    args = parser.parse_args(shlex.split(options))
     ddp.decide_processes(args, parser.error)
     return job_of(args, make_task, stop_at)
 
