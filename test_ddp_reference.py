@@ -66,7 +66,7 @@ if __name__ == "__main__":
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])  # for the programs
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
-TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node"
+TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
 # The functions of jobs, which take the place of these, call these.
 batch_sums, make_task, set_learning_rates = ddp.batch_sums, ddp.make_task, ddp.set_learning_rates
 
@@ -354,7 +354,7 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
         stopped = (4, 3), (3, 4), (5, 2), (2, None)  # on 4 before step 3, on 3 before a fourth ...
         for option, *jobs in (
             ("", one, two, three, five, stopped),
-            (" --num-workers 2", one, [(3, 3), (2, None)]),
+            (" --num-workers 2", [(2, 3), (1, None)]),
             (" --micro-batch-size 2", one, two, three, five, stopped),
         ):
             options = self.OPTIONS + option
@@ -501,11 +501,11 @@ class Test(unittest.TestCase):
         cls.addClassCleanup(shutil.rmtree, cls.folder)
 
     @classmethod
-    def start(cls, command, **environ):
+    def start(cls, command, cwd=None, **environ):
         """Start a Python program with its output in pipes, in a process group of its own."""
         return subprocess.Popen(
             [sys.executable, *shlex.split(command)],
-            cwd=cls.folder,
+            cwd=cwd or cls.folder,
             env=os.environ | environ,
             start_new_session=True,
             text=True,
@@ -839,15 +839,20 @@ class TheProcesses(Test):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        options = "--nproc-per-node 2 --backend gloo --timeout 3"
-        cls.sleeping = cls.start_job(options, "sleep_on_rank_0")
+        two = "--nproc-per-node 2 --backend gloo"
+        cls.temporary = cls.folder / "# and space"
+        cls.temporary.mkdir()
+        main_job = f"{HERE}/ddp_reference.py --length 300"
+        cls.main_job = cls.start(main_job, TMPDIR=str(cls.temporary))
+        cls.sleeping = cls.start_job(f"{two} --timeout 3", "sleep_on_rank_0")
+        cls.failing = cls.start_job(two, "fail_on_rank_1")
+        save = "--backend gloo --checkpoint-every 1 --checkpoint"
+        launcher = f"{TORCHRUN} --max-restarts=1"
+        cls.restarted = cls.start_job(f"{save} a", "kill_in_the_second_epoch", launcher)
+        cls.killed = cls.start_job(f"{save} b", "kill_in_the_second_epoch")
 
     def test_the_main_job_reports_its_epochs_learns_and_leaves_no_file(self):
-        temporary = self.folder / "# and space"
-        temporary.mkdir()
-
-        job = self.start(f"{HERE}/ddp_reference.py --length 300", TMPDIR=str(temporary))
-        out, err = finish(job)
+        out, err = finish(self.main_job)
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
         expected = f"ddp on {kind}, global batch size 32, torch {torch.__version__}\n"
@@ -855,25 +860,21 @@ class TheProcesses(Test):
         expected += "".join(f"epoch {epoch} | {line}" for epoch in range(6))
         self.assertEqual(re.sub(r"(?<= )\d+\.\d+(?= )", "#", out), expected)
         self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would be 0.333.
-        self.assertEqual((err, list(temporary.glob("tmp*"))), ("", []))
+        self.assertEqual((err, list(self.temporary.glob("tmp*"))), ("", []))
 
     def test_a_rank_that_raises_is_the_one_that_says_so(self):
-        _, err = finish(self.start_job("--nproc-per-node 2 --backend gloo", "fail_on_rank_1"), 1)
+        _, err = finish(self.failing, status=1)
 
         self.assertRegex(err, rf"ValueError: 1 on {LOOPBACK}\s+$")
         self.assertEqual(err.count("Traceback"), 1)
 
     def test_a_killed_job_goes_on_under_torchrun_or_when_it_is_started_again(self):
-        killed = "kill_in_the_second_epoch"
-        options = "--backend gloo --checkpoint-every 1 --checkpoint"
-        launcher = f"{TORCHRUN}=2 --max-restarts=1"
-        restarted = self.start_job(f"{options} of-torchrun", killed, launcher)
-        _, err = finish(self.start_job(f"{options} ck", killed), status=1)
-        again = self.start_job(f"{options} ck --nproc-per-node 3")
+        _, err = finish(self.killed, status=1)
+        again = self.start_job("--backend gloo --nproc-per-node 3 --checkpoint b")
         expected, _ = trained(1, SMALL)
 
         self.assertEqual(err.splitlines()[-1], "process 0 terminated with signal SIGKILL")
-        for process in (restarted, again):
+        for process in (self.restarted, again):
             out, _ = finish(process)
             self.assertIn("epoch 1, 22 samples read\n", out)
             assert_close(numbers_of(out)[-1], numbers_of(expected)[-1], tolerance=1e-3)
@@ -887,7 +888,7 @@ class TheProcesses(Test):
         self.assertRegex(err, r"test_ddp_reference.py.* in sleep_on_rank_0(?s:.*) SIGALRM\n$")
 
     def test_when_the_launcher_alone_is_ended_ranks_and_loader_workers_end(self):
-        statuses = {signal.SIGINT: 130, signal.SIGTERM: -15, signal.SIGKILL: -9}
+        statuses = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
         endless = "--epochs 100000 --nproc-per-node 1 --num-workers 1"
         launchers = {number: self.start_job(endless) for number in statuses}
         for number, launcher in launchers.items():
@@ -998,13 +999,22 @@ class TheReadme(Test):
         write_programs(cls.folder)
 
     def test_the_sides_of_its_diffs_train_the_same(self):
-        nets = []
-        for command in ("one.py", f"{TORCHRUN}=2 many.py", f"{TORCHRUN}=2 many_changed.py"):
-            finish(self.start(command, GLOO_SOCKET_IFNAME=LOOPBACK))
-            nets.append(torch.load(self.folder / "model.pt", map_location="cpu"))
+        programs = {}
+        for name, launcher in (("one", ""), ("many", TORCHRUN), ("many_changed", TORCHRUN)):
+            folder = self.folder / name
+            folder.mkdir()
+            programs[folder] = self.start(
+                f"{launcher} ../{name}.py", folder, GLOO_SOCKET_IFNAME=LOOPBACK
+            )
 
-        assert_close(nets[1], nets[0])
-        assert_close(nets[2], nets[0])
+        for program in programs.values():
+            finish(program)
+
+        expected, *nets = (
+            torch.load(folder / "model.pt", map_location="cpu") for folder in programs
+        )
+        for net in nets:
+            assert_close(net, expected)
 
     def test_its_own_jobs_train_the_same_on_one_and_three_processes(self):
         for name in ("my_job.py", "regression.py"):
