@@ -109,7 +109,7 @@ def batch_sums(output, y):
 def set_learning_rates(optimizer, args, epochs):
     """Set the learning rate of every param group; train() calls this before each step.
 
-    epochs: how many epochs are done, a float. args.lr * min(1, epochs) warms up in the first epoch.
+    epochs: how many epochs are done, a float. A warm-up would be args.lr * min(1, epochs + 0.1).
     """
     for group in optimizer.param_groups:
         group["lr"] = args.lr
@@ -249,10 +249,10 @@ class DistributedSampler(Sampler):
 class DistributedBatchSampler(Sampler):
     """The batch_sampler of the training loader: in each step of an epoch, this rank's indices.
 
-    DistributedSampler deals out an epoch as a whole. This class deals out the same order step by
-    step, and training reads through it: a step is the next part of the order, of which rank r of W
-    reads the positions r, r + W, ... So a step has the same samples on any number of ranks. Steps
-    are as equal as can be, also after a kill: 100 samples at 32 are four steps of 25.
+    DistributedSampler deals out an epoch as a whole. This class deals out its order step by step,
+    and training reads through it: a step is the next part of the order, of which rank r of W reads
+    the positions r, r + W, ... So a step has the same samples on any number of ranks. No sample is
+    repeated or left out. Steps are as equal as can be: 100 samples at 32 are four steps of 25.
 
     step_sizes: for each step left in the epoch, its number of samples, over all ranks.
     Raises ValueError for an empty dataset, and for a step with fewer samples than ranks.
@@ -392,10 +392,10 @@ def evaluate(net, loader, device, amp=False):
 def save_checkpoint(path, net, optimizer, identity, progress):
     """Write a checkpoint, on rank 0 alone. At every moment the file is the whole old or new one.
 
-    Raises FloatingPointError for a net that is not finite; the file stays as it was.
+    Raises FloatingPointError if a parameter is not finite; the file stays as it was.
     """
-    for name, tensor in net.state_dict().items():
-        if not tensor.isfinite().all():
+    for name, parameter in net.named_parameters():
+        if not parameter.isfinite().all():
             raise FloatingPointError(f"{name} is not finite, so {path} was not written")
     states = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
     with open(f"{path}.tmp", "wb") as file:
@@ -591,12 +591,14 @@ def watched(batches, timeout):
         faulthandler.dump_traceback_later(timeout + stagger)
         signal.alarm(timeout + 10)
 
-    restart_timers()
-    for batch in batches:
-        yield batch
+    try:
         restart_timers()
-    faulthandler.cancel_dump_traceback_later()
-    signal.alarm(0)
+        for batch in batches:
+            yield batch
+            restart_timers()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
 
 
 def end_with_parent(worker_id=None):
