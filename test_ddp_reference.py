@@ -15,7 +15,6 @@ many GPUs; otherwise it is gloo's, on the CPU. device() is the device of the ran
 
 import concurrent.futures
 import contextlib
-import faulthandler
 import functools
 import io
 import itertools
@@ -66,7 +65,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])  # for the pr
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
-# The functions of jobs, which take the place of these, call these.
+# Functions of this file that take the place of these call these.
 batch_sums, make_task, set_learning_rates = ddp.batch_sums, ddp.make_task, ddp.set_learning_rates
 
 
@@ -323,7 +322,7 @@ def make_augmented_task(args, device):
 
 
 def plain_loop(args):
-    """Train in one process, with each item seeded as in a job: return the parameters and buffers."""
+    """Train in one process, seeding each item as a job does: return the parameters and buffers."""
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(args, CPU)
     sampler = TorchSampler(train_set, 1, 0, seed=args.seed)
@@ -402,8 +401,6 @@ def as_rank(rank, world_size, path, function, args):
         raise
     finally:
         dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
-        signal.alarm(0)
 
 
 def on_ranks(world_size, function, *args):
@@ -431,29 +428,27 @@ def device():
 def job(options, stop_at, own):
     """Run one rank of a job up to its end, or until it would make its step number stop_at.
 
-    own: functions that take the place of those of ddp_reference. Returns what the rank printed, and
-    the state_dict of its net.
+    own: functions that take the place of those of ddp_reference, in this process. Returns what the
+    rank printed, and the state_dict of its net.
     """
-    own = {"make_task": make_task, "set_learning_rates": set_learning_rates} | own
+    vars(ddp).update(own)
+    make_own_task, set_own_rates = ddp.make_task, ddp.set_learning_rates
     steps, nets = itertools.count(1), []
 
     def make_kept_task(args, device):
-        task = own["make_task"](args, device)
+        task = make_own_task(args, device)
         nets.append(task[2])
         return task
 
     def set_or_stop(*args):
         if next(steps) == stop_at:
             raise InterruptedError
-        own["set_learning_rates"](*args)
+        set_own_rates(*args)
 
-    functions = {"make_task": make_kept_task, "set_learning_rates": set_or_stop}
+    ddp.make_task, ddp.set_learning_rates = make_kept_task, set_or_stop
     args = ddp.make_parser().parse_args(shlex.split(options))
-    with (
-        mock.patch.multiple(ddp, **own | functions),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.suppress(InterruptedError),
-    ):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(InterruptedError):
         ddp.train(args, device())
     return out.getvalue(), {name: value.cpu() for name, value in nets[0].state_dict().items()}
 
@@ -821,6 +816,8 @@ class TheProcesses(Test):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
+        # A shell starts `tests &` with Ctrl-C ignored, which the jobs would inherit.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         two = "--nproc-per-node 2 --backend gloo"
         cls.temporary = cls.folder / "# and space"
         cls.temporary.mkdir()
