@@ -138,7 +138,6 @@ def train(args, device):
 
     samples_read: how many samples of the epoch all ranks together have trained on.
     sums: what batch_sums() gives for these samples, float64 (3,).
-    model: the net in its wrapper; both have the same parameters.
     """
     world_size = dist.get_world_size()
     micro_batch_size = args.micro_batch_size or math.ceil(args.global_batch_size / world_size)
@@ -314,7 +313,7 @@ def make_loaders(train_set, val_set, micro_batch_size, args):
 
 # ---- A step, and evaluation
 def data_parallel(net, args):
-    """Return the model: the net wrapped in DDP, or for comparison in nn.DataParallel.
+    """Return the model, a wrapper of the net and its parameters: DDP, or nn.DataParallel.
 
     nn.DataParallel is one process with all GPUs. It copies the net to them in each forward pass.
     """
@@ -322,7 +321,8 @@ def data_parallel(net, args):
         return nn.DataParallel(net)
     if not args.local_bn:
         convert_batch_norm(net)
-    return DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
+    # RANKS MEET: All get the parameters of rank 0. Gradients lie in the memory that DDP all-reduces.
+    return DistributedDataParallel(net, gradient_as_bucket_view=True)
 
 
 def train_step(model, optimizer, micro_batches, seed, clip_grad_norm=None, amp=False):
@@ -354,7 +354,7 @@ def train_step(model, optimizer, micro_batches, seed, clip_grad_norm=None, amp=F
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    model.zero_grad()
+    model.zero_grad(set_to_none=False)  # None would move them out of that memory.
     return sums
 
 
