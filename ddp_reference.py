@@ -321,7 +321,7 @@ def data_parallel(net, args):
         return nn.DataParallel(net)
     if not args.local_bn:
         convert_batch_norm(net)
-    # RANKS MEET: All get the parameters of rank 0. Gradients lie in the memory that DDP all-reduces.
+    # RANKS MEET: all get the parameters of rank 0. Gradients lie in memory that DDP all-reduces.
     return DistributedDataParallel(net, gradient_as_bucket_view=True)
 
 
@@ -366,10 +366,10 @@ def run_micro_batch(model, x, y, amp=False):
         output = model(x)  # RANKS MEET in training, for BatchNorm and for the buffers of rank 0.
         loss_sum, num_correct, num_labels = batch_sums(output, y)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    sums[0] += loss_sum.detach()
+    sums[0] += loss_sum
     sums[1] += num_correct
     sums[2] += num_labels
-    return loss_sum, sums
+    return loss_sum, sums.detach()
 
 
 @torch.no_grad()
