@@ -149,7 +149,7 @@ def train(args, device):
     model = data_parallel(net, args)  # RANKS MEET
 
     while epoch < args.epochs:
-        loader.dataset.set_epoch(epoch)  # for the random numbers that items draw
+        loader.dataset.set_epoch(epoch)  # for the random numbers that items draw (SeededItems)
         loader.batch_sampler.set_epoch(epoch, samples_read)  # for the order of the samples
         step_sizes = loader.batch_sampler.step_sizes
         began, read_before = time.perf_counter(), samples_read
@@ -199,8 +199,8 @@ class DistributedSampler(Sampler):
     """The indices that one rank reads in an epoch: those of torch.utils.data.DistributedSampler.
 
     The order of an epoch is a permutation that follows from seed + epoch, so all ranks know it. Of
-    W ranks, rank r reads the positions r, r + W, r + 2W, ... After its end the order starts again,
-    until all ranks have equally many samples; with drop_last, samples are left out instead. The
+    W ranks, rank r reads the positions r, r + W, r + 2W, ... If W does not divide the number of
+    samples, the first ones are repeated at the end; with drop_last, the last ones are left out. The
     arguments are those of torch, which calls the world size num_replicas.
     """
 
@@ -248,10 +248,10 @@ class DistributedSampler(Sampler):
 class DistributedBatchSampler(Sampler):
     """The batch_sampler of the training loader: in each step of an epoch, this rank's indices.
 
-    DistributedSampler deals out an epoch as a whole. This class deals out its order step by step,
-    and training reads through it: a step is the next part of the order, of which rank r of W reads
-    the positions r, r + W, ... So a step has the same samples on any number of ranks. No sample is
-    repeated or left out. Steps are as equal as can be: 100 samples at 32 are four steps of 25.
+    DistributedSampler deals out an epoch as a whole. Training reads through this class instead,
+    which deals out the same order step by step: a step is the next part of the order, of which rank
+    r of W reads the positions r, r + W, ... So a step has the same samples on any number of ranks,
+    and none is repeated. Steps are as equal as can be: 100 samples at 32 are four steps of 25.
 
     step_sizes: for each step left in the epoch, its number of samples, over all ranks.
     Raises ValueError for an empty dataset, and for a step with fewer samples than ranks.
@@ -345,8 +345,8 @@ def train_step(model, optimizer, micro_batches, seed, clip_grad_norm=None, amp=F
         sums += micro_batch_sums
     dist.all_reduce(sums)  # RANKS MEET
 
-    # DDP gives the sum over ranks divided by the world size. Wanted is the sum divided by the
-    # number of labels. If there are no labels, the gradient is 0, and the clamp keeps it 0.
+    # DDP gives the sum over ranks divided by the world size. We want the sum divided by the number
+    # of labels. If there are no labels, the gradient is 0, and the clamp keeps it 0.
     factor = dist.get_world_size() / sums[2].clamp(min=1e-12)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -354,7 +354,7 @@ def train_step(model, optimizer, micro_batches, seed, clip_grad_norm=None, amp=F
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    model.zero_grad(set_to_none=False)  # None would move them out of that memory.
+    model.zero_grad(set_to_none=False)  # Setting them to None would cost DDP a copy.
     return sums
 
 
@@ -363,7 +363,7 @@ def run_micro_batch(model, x, y, amp=False):
     device = next(model.parameters()).device
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
-        output = model(x)  # RANKS MEET in training, for BatchNorm and for the buffers of rank 0.
+        output = model(x)  # RANKS MEET in training: in BatchNorm, and DDP broadcasts buffers.
         loss_sum, num_correct, num_labels = batch_sums(output, y)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sums[0] += loss_sum

@@ -15,6 +15,7 @@ many GPUs; otherwise it is gloo's, on the CPU. device() is the device of the ran
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -257,7 +258,7 @@ def run_layer(convert, layer, *tensors):
     Returns (output, gradient of x, others). The others are the buffers, and the gradients of the
     parameters, summed up over the ranks as DDP does.
     """
-    layer.to(device())
+    layer = copy.deepcopy(layer).to(device())  # What on_ranks() passes lies in shared memory.
     if convert:
         ddp.convert_batch_norm(layer)
     parts = (tensor.tensor_split(dist.get_world_size())[dist.get_rank()] for tensor in tensors)
@@ -860,7 +861,7 @@ class TheProcesses(Test):
     def test_where_a_rank_sleeps_all_ranks_say_where_they_are_and_the_job_ends(self):
         _, err = finish(self.sleeping, status=1)
 
-        stack = r"!\n(?:Thread .*\n(?:  File .*\n)+\n?)+"
+        stack = r"!\n(?:Thread .*\n(?:  .*\n)+\n?)+"
         stacks = rf"(?m)^Timeout \(0:00:03\){stack}Timeout \(0:00:05\.500000\){stack}"
         self.assertRegex(err, stacks)
         self.assertRegex(err, r"test_ddp_reference.py.* in sleep_on_rank_0(?s:.*) SIGALRM\n$")
