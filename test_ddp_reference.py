@@ -108,8 +108,8 @@ class Lesson1Sampler(unittest.TestCase):
 # ---- Lesson 2: seven experiments
 # Two ranks read batches of 4 by a DataLoader, for two epochs. The title of an experiment says how;
 # drop_last is the loader's. Two GPUs printed these numbers with PyTorch's sampler, and the README
-# tells what they teach. To break it, leave out `% len(order)` in DistributedSampler. Then the third
-# of rank 1's samples in experiment 5 is an IndexError.
+# tells what they teach. The warnings are those of our sampler where set_epoch() is left out. To break
+# it, leave out `% len(order)` in DistributedSampler. Then experiment 5 ends with an IndexError.
 EXPERIMENTS = """
                   epoch 0                      epoch 1
 1. 8 samples, no sampler
@@ -822,7 +822,7 @@ class TheProcesses(Test):
         two = "--nproc-per-node 2 --backend gloo"
         cls.temporary = cls.folder / "# and space"
         cls.temporary.mkdir()
-        main_job = f"{HERE}/ddp_reference.py --length 300"
+        main_job = f"{shlex.quote(str(HERE / 'ddp_reference.py'))} --length 300"
         cls.main_job = cls.start(main_job, TMPDIR=str(cls.temporary))
         cls.sleeping = cls.start_job(f"{two} --timeout 3", "sleep_on_rank_0")
         cls.failing = cls.start_job(two, "fail_on_rank_1")
