@@ -584,6 +584,7 @@ def watched(batches, timeout):
 
     First the process prints the line where each of its threads is, even while C code holds the
     interpreter. The ranks do so one after the other. Then SIGALRM ends the process, and so the job.
+    When the loop over the batches is left, the timers are switched off.
     """
     stagger = 5 * dist.get_rank() / dist.get_world_size()  # RANKS DIFFER
 
