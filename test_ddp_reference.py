@@ -107,9 +107,9 @@ class Lesson1Sampler(unittest.TestCase):
 
 # ---- Lesson 2: seven experiments
 # Two ranks read batches of 4 by a DataLoader, for two epochs. The title of an experiment says how;
-# drop_last is the loader's. Others printed these numbers on two GPUs, with PyTorch's sampler; the
-# README tells what they teach. Our sampler warns where set_epoch() is left out. To break it, leave out
-# `% len(order)` in DistributedSampler. Then experiment 5 ends with an IndexError.
+# drop_last is the loader's. Others printed these numbers on two GPUs, with PyTorch's sampler. The
+# README tells what they teach. Our sampler warns where set_epoch() is left out. To break it, leave
+# out `% len(order)` in DistributedSampler. Then experiment 5 ends with an IndexError.
 EXPERIMENTS = """
                   epoch 0                      epoch 1
 1. 8 samples, no sampler
