@@ -286,7 +286,7 @@ class Lesson5BatchNorm(unittest.TestCase):
         layers = nn.Sequential(
             nn.BatchNorm2d(3, eps=0.01, momentum=0.3),
             nn.Flatten(),
-            nn.BatchNorm1d(12, affine=False, momentum=None),
+            nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),  # GlobalBatchNorm without weights
         )
         [(output, x_gradient, expected)] = on_ranks(1, run_layers, False, layers, x, gradient)
 
@@ -449,10 +449,10 @@ def job(options, stop_at, own):
         set_own_rates(*args)
 
     ddp.set_learning_rates = set_or_stop
-    args = ddp.make_parser().parse_args(shlex.split(options))
+    sys.argv = ["ddp_reference.py", *shlex.split(options)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(InterruptedError):
-        ddp.train(args, device())
+        ddp.train(ddp.parse_args(), device())
     return out.getvalue()
 
 
@@ -463,7 +463,7 @@ def resumed(options, *runs, **own):
     The net is the state_dict in the checkpoint.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options += f" --checkpoint-every 1 --checkpoint {folder}/ck"
+        options = f"--checkpoint-every 1 --checkpoint {folder}/ck {options}"
         out = ""
         for world_size, stop_at in runs:
             out += on_ranks(world_size, job, options, stop_at, own)[0]
@@ -689,7 +689,11 @@ class TheJob(Test):
     def test_each_option_changes_what_is_trained(self):
         options = "epochs 1|global-batch-size 9|micro-batch-size 1|lr 0.1|local-bn|amp|"
         options += "clip-grad-norm 0.01|seed 1|num-samples 40|length 65|epochs 2"
-        nets = [trained(2, f"{SMALL} --{option}")[1] for option in options.split("|")]
+        # An epoch has two steps, so that of every three steps only the last of an epoch is saved.
+        nets = [
+            trained(2, f"{SMALL} --checkpoint-every 3 --{option}")[1]
+            for option in options.split("|")
+        ]
 
         self.assertEqual(len({net["0.weight"].sum().item() for net in nets}), 11)
 
