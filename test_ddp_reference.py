@@ -52,19 +52,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 README = (HERE / "README.md").read_text()
 SOURCE = (HERE / "ddp_reference.py").read_text()
-PROGRAM = """
-import ddp_reference, test_ddp_reference
-ddp_reference.set_learning_rates = test_ddp_reference.{}
-if __name__ == "__main__":
-    ddp_reference.main()
-"""
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
 logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")  # it tells whom it ends
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
-# Functions of this file that take the place of these call these.
-batch_sums, make_task, set_learning_rates = ddp.batch_sums, ddp.make_task, ddp.set_learning_rates
+# The originals, for the functions below that replace them and call them.
+batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 
 
 # ---- Lesson 1: which samples a rank reads
@@ -233,7 +227,8 @@ def net_with_batch_norm():
 
 def evaluation_on_ranks(num_samples):
     """Return [loss, accuracy] as evaluate() gives them on this rank."""
-    net = ddp.convert_batch_norm(net_with_batch_norm().to(device()))
+    net = net_with_batch_norm().to(device())
+    net[0].running_mean += dist.get_rank()  # Under --local-bn each rank has other statistics.
     share = range(dist.get_rank(), num_samples, dist.get_world_size())
     loader = DataLoader(Ragged(num_samples, 40), batch_size=4, sampler=share)
     return ddp.evaluate(net, loader, device())
@@ -343,7 +338,8 @@ def plain_loop(args):
                 ddp.seed_generators(args.seed, epoch, index)
                 samples.append(train_set[index])
             x, y = default_collate(samples)
-            F.cross_entropy(net(x), y).backward()
+            loss, _ = loss_and_sums(net, x, y)
+            loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
             set_warm_up(optimizer, args, epoch + samples_read / len(train_set))
             optimizer.step()
@@ -354,7 +350,7 @@ def plain_loop(args):
 
 class Lesson6NumberOfProcesses(unittest.TestCase):
     OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 7"  # 4 steps
-    OWN = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
+    REPLACED = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
 
     def test_on_any_number_of_processes_and_over_stops_a_job_ends_as_a_plain_loop_does(self):
         not_stopped = [[(world_size, None)] for world_size in (1, 2, 3, 5)]
@@ -369,18 +365,19 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
             expected = plain_loop(ddp.make_parser().parse_args(options.split()))
             for runs in jobs:
                 with self.subTest(options=options, runs=runs):
-                    _, net = resumed(options, *runs, **self.OWN)
+                    _, net = resumed(options, *runs, **self.REPLACED)
 
                     assert_close(net, expected)
 
     def test_on_two_processes_a_job_that_was_stopped_ends_with_the_same_bits(self):
-        expected_out, expected = trained(2, self.OPTIONS, **self.OWN)
+        expected_out, expected = trained(2, self.OPTIONS, **self.REPLACED)
 
         # The second run ends the first epoch. The third repeats the line of that epoch.
-        out, net = resumed(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.OWN)
+        out, net = resumed(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.REPLACED)
 
-        self.assertEqual(numbers_of(out)[1:], numbers_of(expected_out))
-        assert_close(net, expected, tolerance=1e-5 if GPUS >= 2 else 0)
+        tolerance = 1e-3 if GPUS >= 2 else 0
+        assert_close(numbers_of(out)[1:], numbers_of(expected_out), tolerance)
+        assert_close(net, expected, tolerance)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -391,6 +388,7 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
 def as_rank(rank, world_size, folder, function, args):
     """Call a function on this rank of a new process group, and save its result."""
     ddp.end_with_parent()
+    mp.set_start_method("fork", force=True)  # of loader workers: the fastest
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     backend = "gloo"
@@ -423,8 +421,7 @@ def on_ranks(world_size, function, *args):
     with tempfile.TemporaryDirectory() as folder:
         call = world_size, folder, function, args
         mp.start_processes(as_rank, call, world_size, start_method="forkserver")
-        paths = [f"{folder}/{rank}" for rank in range(world_size)]
-        return [torch.load(path, map_location="cpu") for path in paths]
+        return [torch.load(f"{folder}/{rank}", map_location="cpu") for rank in range(world_size)]
 
 
 def device():
@@ -434,13 +431,13 @@ def device():
     return torch.device("cpu")
 
 
-def job(options, stop_at, own):
+def job(options, stop_at, replaced):
     """Run one rank of a job up to its end, or until it would make its step number stop_at.
 
-    own: functions that take the place of those of ddp_reference, in this process. Returns what the
-    rank printed.
+    replaced: what takes the place of names in ddp_reference, such as {"make_task": make_own_task}.
+    Returns what the rank printed.
     """
-    vars(ddp).update(own)
+    vars(ddp).update(replaced)
     set_own_rates, steps = ddp.set_learning_rates, itertools.count(1)
 
     def set_or_stop(*args):
@@ -456,7 +453,7 @@ def job(options, stop_at, own):
     return out.getvalue()
 
 
-def resumed(options, *runs, **own):
+def resumed(options, *runs, **replaced):
     """Run a job in several runs (world_size, stop_at): return all that it printed, and the net.
 
     resumed("--epochs 2", (4, 3), (2, None)) makes two steps on four ranks, and goes on with two.
@@ -466,20 +463,20 @@ def resumed(options, *runs, **own):
         options = f"--checkpoint-every 1 --checkpoint {folder}/ck {options}"
         out = ""
         for world_size, stop_at in runs:
-            out += on_ranks(world_size, job, options, stop_at, own)[0]
+            out += on_ranks(world_size, job, options, stop_at, replaced)[0]
         checkpoint = torch.load(f"{folder}/ck", map_location="cpu")
         return out, checkpoint["net"]
 
 
-def trained(world_size, options, **own):
+def trained(world_size, options, **replaced):
     """Run a job on so many ranks: return what rank 0 printed, and the net."""
-    return resumed(options, (world_size, None), **own)
+    return resumed(options, (world_size, None), **replaced)
 
 
 def numbers_of(out):
     """Return the epoch, the losses and the accuracies in each line of an epoch."""
     lines = re.findall(r"epoch \d+ \| loss.*(?= \|)", out)
-    return [[float(number) for number in re.findall(r"\d\S*", line)] for line in lines]
+    return [[float(number) for number in re.findall(r"\d\S*|nan", line)] for line in lines]
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -487,8 +484,16 @@ def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+PROGRAM = """
+import ddp_reference, test_ddp_reference
+ddp_reference.set_learning_rates = test_ddp_reference.{}
+if __name__ == "__main__":
+    ddp_reference.main()
+"""
+
+
 class Test(unittest.TestCase):
-    """A test case with a folder of its own."""
+    """A test case with a folder and with programs."""
 
     @classmethod
     def setUpClass(cls):
@@ -497,26 +502,27 @@ class Test(unittest.TestCase):
 
     @classmethod
     def start(cls, command, **environ):
-        """Start a Python program: in a folder and a process group of its own, writing to pipes."""
-        return subprocess.Popen(
+        """Start a Python program in a new folder below cls.folder, with its output in pipes."""
+        process = subprocess.Popen(
             [sys.executable, *shlex.split(command)],
             cwd=tempfile.mkdtemp(dir=cls.folder),
             env=os.environ | environ,
-            start_new_session=True,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        cls.addClassCleanup(process.terminate)  # where no test waited for it
+        return process
 
     @classmethod
-    def start_job(cls, options, fault="set_learning_rates", launcher=""):
-        """Start a small job, in which a function of this file sets the learning rates.
+    def start_job(cls, options, rates="set_learning_rates", launcher=""):
+        """Start a small job, in which this function of this file sets the learning rates.
 
         start_job("--epochs 1", "fail_on_rank_1") starts one that fails.
         """
-        path = cls.folder / f"{fault}.py"
-        path.write_text(PROGRAM.format(fault))
-        return cls.start(f"{launcher} {path} {SMALL} {options}")
+        path = cls.folder / f"{rates}.py"
+        path.write_text(PROGRAM.format(rates))
+        return cls.start(f"{launcher} ../{rates}.py {SMALL} {options}")
 
 
 def finish(process, status=0):
@@ -524,11 +530,7 @@ def finish(process, status=0):
 
     The program must end with this exit status, and within 200 seconds.
     """
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        with process, contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == status, f"status {process.returncode}: {err}"
     return out, err
 
@@ -553,6 +555,8 @@ class TheSampler(unittest.TestCase):
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the names of PyTorch's operators that are called."""
 
+    names = []
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))
         return function(*args, **kwargs or {})
@@ -561,16 +565,15 @@ class Ops(torch.utils._python_dispatch.TorchDispatchMode):
 def operators_of_a_step():
     """Make a step of two micro-batches: return the operators that are called."""
     x, y = ragged_batch(12)
-    with Ops() as ops:
-        ops.names = []
+    with Ops():
         step_on_ranks(x, y, 2)
-    return ops.names
+    return Ops.names
 
 
 def telling_sums(output, y):
     """The file's batch_sums, which tells the mode, the number of samples, and what is drawn."""
     print(output.requires_grad, torch.is_autocast_enabled(output.device.type), end=" ")
-    print(len(y), torch.rand(()), np.random.rand(), random.random())
+    print(len(y), torch.rand(()).item(), np.random.rand(), random.random())
     return batch_sums(output, y)
 
 
@@ -585,9 +588,10 @@ class TheStep(unittest.TestCase):
         options = f"{SMALL} --global-batch-size 11 --micro-batch-size 3 --amp"
         ranks = on_ranks(2, job, options, None, {"batch_sums": telling_sums})
 
-        self.assertNotIn("False False", ranks[0])  # evaluation without autocast
-        told = [re.findall(r"True True (\d) (\S+) (\S+) (\S+)", out) for out in ranks]
-        sizes, *drawn = zip(*told[0], *told[1])
+        self.assertNotIn("False False", ranks[0])  # Evaluation, too, runs under autocast.
+        first, second = (re.findall(r"True True (\d) (\S+) (\S+) (\S+)", out) for out in ranks)
+        sizes, *drawn = zip(*first, *second)
+        # Each of the 8 steps has 6 samples for the first rank and 5 for the second.
         self.assertEqual("".join(sizes), "33" * 8 + "32" * 8)
         for numbers in drawn:
             self.assertEqual(len(set(numbers)), 32)
@@ -631,18 +635,18 @@ class TheCheckpoint(Test):
         self.assertEqual([*seen, torch.load(self.path)["progress"]], ["old", "new"])
 
     def test_what_is_damaged_or_of_another_job_is_refused_by_its_name_and_stays(self):
-        own = {"make_task": make_augmented_task}  # 43 samples, SGD
-        on_ranks(2, job, f"{self.options} --epochs 1", None, own)
+        replaced = {"make_task": make_augmented_task}  # 43 samples, SGD
+        on_ranks(2, job, f"{self.options} --epochs 1", None, replaced)
         whole, code = self.path.read_bytes(), io.BytesIO()
         torch.save(print, code)
         for content, word, option, functions in (
-            (b"", "EOFError", "", own),
-            (whole[: len(whole) // 2], "Error", "", own),
-            (code.getvalue(), "UnpicklingError", "", own),
-            (whole, "'seed': 99", "--seed 99", own),
+            (b"", "EOFError", "", replaced),
+            (whole[: len(whole) // 2], "Error", "", replaced),
+            (code.getvalue(), "UnpicklingError", "", replaced),
+            (whole, "'seed': 99", "--seed 99", replaced),
             (whole, "'samples': 44", "", {}),
             (whole, "Adam", "--num-samples 43", {}),
-            (whole, "RuntimeError", "--micro-batch-size 9", own),  # another net
+            (whole, "RuntimeError", "--micro-batch-size 9", replaced),  # another net
         ):
             self.path.write_bytes(content)
 
@@ -673,45 +677,39 @@ def make_ragged_task(args, device):
 
 
 class Clock:
-    """A clock that is a second later at each look."""
+    """A clock that is two seconds later at each look."""
 
-    perf_counter = itertools.count().__next__
+    perf_counter = itertools.count(0, 2).__next__
 
 
 class TheJob(Test):
-    def test_the_label_is_the_channel_with_the_largest_mean_over_three_positions(self):
-        x, y = ddp.SyntheticDataset(6, 50)[5]
-
-        means = F.pad(x, (1, 1)).unfold(1, 3, 1).mean(2)
-
-        self.assertTrue(torch.equal(y, means.argmax(0)))
-
     def test_each_option_changes_what_is_trained(self):
         options = "epochs 1|global-batch-size 9|micro-batch-size 1|lr 0.1|local-bn|amp|"
         options += "clip-grad-norm 0.01|seed 1|num-samples 40|length 65|epochs 2"
-        # An epoch has two steps, so that of every three steps only the last of an epoch is saved.
-        nets = [
-            trained(2, f"{SMALL} --checkpoint-every 3 --{option}")[1]
-            for option in options.split("|")
-        ]
+        weights = set()
+        for option in options.split("|"):
+            # Of the two steps of an epoch the last is saved, though 3 does not divide it.
+            _, net = trained(2, f"{SMALL} --checkpoint-every 3 --{option}")
+            weights.add(net["0.weight"].sum().item())
 
-        self.assertEqual(len({net["0.weight"].sum().item() for net in nets}), 11)
+        self.assertEqual(len(weights), 11)
 
     def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
-        options = f"{SMALL} --lr 0 --global-batch-size 4 --log-every 5 --checkpoint-every 1"
+        options = f"{SMALL} --lr 0 --global-batch-size 4 --log-every 3 --checkpoint-every 1"
         options += f" --checkpoint {self.folder}/ck"
-        own = {"make_task": make_ragged_task, "time": Clock}
-        on_ranks(3, job, options, 6, own)  # An epoch has 11 steps.
+        replaced = {"make_task": make_ragged_task, "time": Clock}
+        on_ranks(3, job, options, 6, replaced)  # An epoch has 11 steps.
 
-        out, *others = on_ranks(3, job, options, None, own)
+        out, *others = on_ranks(3, job, options, None, replaced)
 
         numbers = evaluation_of_one_process(plain_net(), 44)
         numbers += evaluation_of_one_process(plain_net(), 25)
         assert_close(numbers_of(out), [[0.0, *numbers], [1.0, *numbers]], tolerance=1e-3)
         self.assertIn("epoch 0, 20 samples read\n", out)
         told = re.findall(r"epoch (\d) \| (\d+)/44 samples \| loss \d\.\d{4}\n", out)
-        self.assertEqual(told, [("0", "40"), ("1", "20"), ("1", "40")])
-        self.assertEqual(re.findall(r"[0-9.]+(?= samples/s\n)", out), ["24.0", "44.0"])
+        self.assertEqual(told, [("0", "32"), ("0", "44"), ("1", "12"), ("1", "24"), ("1", "36")])
+        self.assertRegex(out, r"44/44 samples \| loss (\S+)\nepoch 0 \| loss \1 ")
+        self.assertEqual(re.findall(r"[0-9.]+(?= samples/s\n)", out), ["12.0", "22.0"])
         self.assertEqual(others, ["", ""])
 
     def test_what_cannot_be_trained_on_is_an_error(self):
@@ -786,15 +784,17 @@ class TheShards(Test):
             write_shard(path, *members)
             with self.assertRaisesRegex(ValueError, word):
                 ddp.ShardDataset([path])[0]
-        own = ddp.ShardDataset([path], ("y.npy", "x.npy"), decode=lambda *contents: contents)
-        self.assertEqual((len(own), own[0]), (1, (code, x[1])))
+        # The last of these shards has what other members and another decode() can read.
+        dataset = ddp.ShardDataset([path], ("y.npy", "x.npy"), decode=lambda *contents: contents)
+        self.assertEqual((len(dataset), dataset[0]), (1, (code, x[1])))
 
 
 # ---- Launching, failing, ending. The functions here run in the ranks of jobs that are programs.
 def fail_on_rank_1(optimizer, args, epochs):
     """Rank 1 says how many threads it may have and on which network it listens, and fails."""
     if dist.get_rank() == 1:
-        raise ValueError(f"{os.environ['OMP_NUM_THREADS']} on {os.environ['GLOO_SOCKET_IFNAME']}")
+        interface = os.environ["GLOO_SOCKET_IFNAME"]
+        raise ValueError(f"{os.environ['OMP_NUM_THREADS']} threads on {interface}")
 
 
 def sleep_on_rank_0(optimizer, args, epochs):
@@ -845,7 +845,8 @@ class TheProcesses(Test):
     def test_a_rank_that_raises_is_the_one_that_says_so(self):
         _, err = finish(self.failing, status=1)
 
-        self.assertRegex(err, rf"ValueError: 1 on {LOOPBACK}\s+$")
+        threads = os.environ.get("OMP_NUM_THREADS") or max(1, torch.get_num_threads() // 2)
+        self.assertRegex(err, rf"ValueError: {threads} threads on {LOOPBACK}\s+$")
         self.assertEqual(err.count("Traceback"), 1)
 
     def test_torchrun_restarts_a_job_of_which_a_rank_was_killed(self):
@@ -875,6 +876,18 @@ class TheProcesses(Test):
             finish(launcher, status)
 
 
+# ---- nn.DataParallel
+class TheDataParallel(unittest.TestCase):
+    def test_it_trains_as_ddp_does(self):
+        options = f"{SMALL} --micro-batch-size 5 --local-bn"
+        expected, _ = trained(1, options)
+
+        out, _ = trained(1, f"{options} --parallel dp")
+
+        # On several GPUs, each GPU has BatchNorm statistics of its own.
+        assert_close(numbers_of(out), numbers_of(expected), tolerance=0.1 if GPUS > 1 else 1e-3)
+
+
 # ---- The command line
 class TheCommandLine(unittest.TestCase):
     def test_what_cannot_work_is_refused_in_one_line_that_says_why(self):
@@ -894,7 +907,7 @@ class TheCommandLine(unittest.TestCase):
             for name in names.split():
                 ddp.make_parser().parse_args([f"--{name}={lowest}"])
                 for value in (lowest - 1, "nan", "inf", "x"):
-                    refused += f"--{name}={value}: argument --{name}: .*{value}\n"
+                    self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
         for line in refused.strip().splitlines():
             self.assert_refused(*line.strip().split(": ", 1))
 
@@ -907,17 +920,6 @@ class TheCommandLine(unittest.TestCase):
         ):
             ddp.main()
         self.assertRegex(err.getvalue(), rf"^ddp_reference.py: error: .*{word}.*\n$")
-
-
-class TheDataParallel(unittest.TestCase):
-    def test_it_trains_as_ddp_does(self):
-        options = f"{SMALL} --micro-batch-size 5 --local-bn"
-        expected, _ = trained(1, options)
-
-        out, _ = trained(1, f"{options} --parallel dp")
-
-        # On several GPUs, each GPU has BatchNorm statistics of its own.
-        assert_close(numbers_of(out), numbers_of(expected), tolerance=0.1 if GPUS > 1 else 1e-3)
 
 
 # ---- The README: what it shows is run
@@ -968,8 +970,11 @@ class TheReadme(Test):
         write_programs(cls.folder)
 
     def test_the_sides_of_its_diffs_train_the_same(self):
+        environ = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NVIDIA_TF32_OVERRIDE": "0"}
+        if GPUS < 2:
+            environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
         programs = [
-            self.start(f"{launcher} {self.folder}/{name}.py", GLOO_SOCKET_IFNAME=LOOPBACK)
+            self.start(f"{launcher} ../{name}.py", **environ)
             for launcher, name in (("", "one"), (TORCHRUN, "many"), (TORCHRUN, "many_changed"))
         ]
 
@@ -977,8 +982,7 @@ class TheReadme(Test):
             finish(program)
 
         nets = [torch.load(path, map_location="cpu") for path in self.folder.glob("*/model.pt")]
-        for net in nets:
-            assert_close(net, nets[0])
+        assert_close(nets, [nets[0]] * 3)
 
     def test_its_own_jobs_train_the_same_on_one_and_three_processes(self):
         for name in ("my_job.py", "regression.py"):
