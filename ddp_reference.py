@@ -605,7 +605,8 @@ def watched(batches, timeout):
 def end_with_parent(worker_id=None):
     """Have this process end with its parent. The argument is there for DataLoader, which gives one.
 
-    Otherwise ranks and loader workers would outlive a launcher that is killed, with their memory.
+    Without this, loader workers live on for some ten seconds after a launcher was killed, with
+    their memory. The ranks may live on, too, except on Linux, which signals a parent's end.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # On Ctrl-C, end without a traceback.
 

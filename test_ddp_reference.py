@@ -4,13 +4,13 @@
     bash run.sh test -k Lesson       # the classes or tests whose names hold this word
     bash run.sh test programs        # write the README's programs into the working directory
 
-First come six lessons: what data-parallel training guarantees. Each compares the ranks with an
-oracle: PyTorch's own sampler, one process with the whole batch, a loop in plain PyTorch. Below the
-rule stand the helpers, and then faults that cost somebody a day.
+First come six lessons: what data-parallel training guarantees. Each compares what ranks do with an
+oracle: with PyTorch's own sampler, one process that has the whole batch, or a loop in plain
+PyTorch. Below the rule stand the helpers, and then tests of faults that cost somebody a day.
 
 on_ranks(3, function, *args) calls a function in each of three processes, which form a process
 group, and returns the three results. The group is NCCL's, and each rank has a GPU, if there are as
-many GPUs; otherwise it is gloo's, on the CPU. device() is the device of the rank that calls it.
+many GPUs as ranks; otherwise it is gloo's, on the CPU. device() is the device of the calling rank.
 """
 
 import contextlib
@@ -52,9 +52,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 README = (HERE / "README.md").read_text()
 SOURCE = (HERE / "ddp_reference.py").read_text()
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for programs and the fork server
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
-logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")  # it tells whom it ends
+logging.getLogger("torch.multiprocessing.spawn").setLevel(
+    "ERROR"
+)  # It logs every rank that it ends.
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
 # The originals, for the functions below that replace them and call them.
@@ -62,27 +64,32 @@ batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 
 
 # ---- Lesson 1: which samples a rank reads
-# DistributedSampler has the indices of PyTorch's sampler. DistributedBatchSampler deals out steps
-# that are the same on any number of ranks, also from the middle of an epoch. To break it, leave out
-# `+ self.epoch` in DistributedSampler.order(). Then both tests say that two lists differ.
+# Ranks must share the samples of an epoch. DistributedSampler deals out the indices that PyTorch's
+# sampler deals out, with a twelfth of its memory. DistributedBatchSampler deals out steps: a step
+# has the same samples on any number of ranks, also when a job goes on in the middle of an epoch. To
+# break it, write `begin` for `begin + rank` in DistributedBatchSampler. Then every rank reads the
+# samples of rank 0, and the second test says that two lists differ.
 class Lesson1Sampler(unittest.TestCase):
     def test_the_indices_are_those_of_pytorchs_sampler(self):
         cases = itertools.product(range(20), range(1, 8), (True, False), (True, False))
-        large = 16385, 2, True, False  # Ours permutes int32, PyTorch's int64.
+        large = 16385, 2, True, False  # Our permutation is of int32, PyTorch's of int64.
         for num_samples, num_replicas, shuffle, drop_last in [large, *cases]:
             for rank in range(num_replicas):
+                # All arguments of the samplers in their order. The seed is 7.
                 arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
                 ours, torchs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
                 ours.set_epoch(5)
                 torchs.set_epoch(5)
 
                 self.assertEqual(list(ours), list(torchs))
-                self.assertLessEqual(vars(torchs).items(), vars(ours).items())  # attributes
+                # Ours has the attributes of PyTorch's, and others: <= is the relation of subsets.
+                self.assertLessEqual(vars(torchs).items(), vars(ours).items())
 
     def test_from_any_start_all_ranks_together_make_the_same_steps(self):
         for num_samples, global_batch_size in ((100, 32), (27, 8), (11, 100)):
             dataset = range(num_samples)
-            order = list(TorchSampler(dataset, 1, 0, seed=3))  # epoch 3 of seed 0
+            # PyTorch's sampler adds the epoch to the seed. So this is epoch 3 of seed 0.
+            order = list(TorchSampler(dataset, 1, 0, seed=3))
             num_steps = math.ceil(num_samples / global_batch_size)
             steps = np.array_split(order, num_steps)
             for world_size, done in itertools.product((1, 2, 3, 5), range(num_steps)):
@@ -98,9 +105,10 @@ class Lesson1Sampler(unittest.TestCase):
 
 # ---- Lesson 2: seven experiments
 # Two ranks read batches of 4 by a DataLoader, for two epochs. The title of an experiment says how;
-# drop_last is the loader's. Others printed these numbers on two GPUs, with PyTorch's sampler. The
-# README tells what they teach. Our sampler warns where set_epoch() is left out. To break it, leave
-# out `% len(order)` in DistributedSampler. Then experiment 5 ends with an IndexError.
+# drop_last is the loader's. The README tells what each experiment teaches. The numbers are older
+# than this project: a job on two GPUs had printed them, with PyTorch's sampler. Where set_epoch()
+# is left out, our sampler warns. To break it, leave out `% len(order)` in DistributedSampler. Then
+# experiment 5, in which a sample is read twice, ends with an IndexError.
 EXPERIMENTS = """
                   epoch 0                      epoch 1
 1. 8 samples, no sampler
@@ -152,16 +160,21 @@ class Lesson2Experiments(unittest.TestCase):
         for title, *lines in re.findall(r"(.*samples.*)\n(.*)\n(.*)\n", EXPERIMENTS):
             for sampler_class in (TorchSampler, ddp.DistributedSampler):
                 with self.subTest(title, sampler=sampler_class.__module__):
-                    ours = [line_of(sampler_class, title, rank) for rank in range(2)]
-                    self.assertEqual(ours, lines)
+                    printed = [line_of(sampler_class, title, rank) for rank in range(2)]
+                    self.assertEqual(printed, lines)
 
 
 # ---- Lesson 3: a step
 # Every rank ends a step with the parameters of one process that had the whole batch, however
-# unequally many labels the ranks have. To break it, write 1 for `dist.get_world_size()` in
-# train_step(). Then the ranks still agree with each other, but all of them made too small a step.
+# unequally many labels the ranks have. DDP alone takes the mean of the ranks' mean losses, in which
+# a label counts for more on a rank with few labels. To break it, write 1 for
+# `dist.get_world_size()` in train_step(). Then the parameters differ: the ranks still agree with
+# each other, but all of them have made too small a step.
 def plain_net():
-    """Return a net without BatchNorm, the same in every process, with a frozen parameter."""
+    """Return a net without BatchNorm, the same in every process.
+
+    One of its parameters is frozen, and so never has a gradient.
+    """
     torch.manual_seed(0)
     first, second = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 3, 3, padding=1)
     first.bias.requires_grad_(False)
@@ -169,7 +182,7 @@ def plain_net():
 
 
 class Ragged(ddp.SyntheticDataset):
-    """Signals with 40 labels, of which from none to all are ignored."""
+    """Signals of 40 positions. Of the 40 labels of a signal, from none to all are ignored."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -178,12 +191,12 @@ class Ragged(ddp.SyntheticDataset):
 
 
 def ragged_batch(num_samples):
-    """Return (x, y): such signals as one batch."""
+    """Return (x, y): so many signals of Ragged as one batch."""
     return default_collate(list(Ragged(num_samples, 40)))
 
 
 def loss_and_sums(net, x, y):
-    """Return the loss of a whole batch, and what batch_sums() must give for it."""
+    """Return the mean loss of a batch, and the sums that train_step() must return for it."""
     logits = net(x)
     loss = F.cross_entropy(logits, y)
     num_correct = (logits.argmax(1) == y).sum()
@@ -193,7 +206,7 @@ def loss_and_sums(net, x, y):
 
 
 def step_on_ranks(x, y, num_micro_batches):
-    """Make a step on this rank's share of a batch: return (the parameters, the sums of the job)."""
+    """Make a step on this rank's share of a batch: return the parameters, and the job's sums."""
     net = plain_net().to(device())
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
@@ -218,10 +231,12 @@ class Lesson3Step(unittest.TestCase):
 
 
 # ---- Lesson 4: evaluation
-# Loss and accuracy are those of one process with all samples, whatever the ranks' shares are. To
-# break it, leave out `dist.all_reduce(sums)` in evaluate(). Then each rank has numbers of its own.
+# Loss and accuracy are those of one process with all samples, whatever the ranks' shares are: some
+# have a sample more, and of two samples the third rank has none. With a DistributedSampler, samples
+# would be repeated. To break it, leave out `dist.all_reduce(sums)` in evaluate(). Then each rank
+# has numbers of its own.
 def net_with_batch_norm():
-    """Return a net that is another one in eval mode."""
+    """Return a net that computes something else in training than in evaluation."""
     return nn.Sequential(nn.BatchNorm1d(3), plain_net())
 
 
@@ -235,7 +250,7 @@ def evaluation_on_ranks(num_samples):
 
 
 def evaluation_of_one_process(net, num_samples):
-    """The same in plain PyTorch, in one batch."""
+    """Return [loss, accuracy] over all samples as one batch, in plain PyTorch."""
     x, y = ragged_batch(num_samples)
     _, sums = loss_and_sums(net, x, y)
     return (sums[:2] / sums[2]).tolist()
@@ -254,11 +269,13 @@ class Lesson4Evaluation(unittest.TestCase):
 # On any number of ranks, a BatchNorm layer does what nn.BatchNorm does in one process with the
 # samples of all ranks. To break it, make `backward = forward` in SumOverRanks a static method
 # `def backward(ctx, grad): return grad`. Then the gradients of x differ, and the outputs do not.
+# (On GPUs the layers are PyTorch's nn.SyncBatchNorm. There this change breaks nothing.)
 def run_layers(convert, layers, x, gradient):
-    """Run layers forward and backward on this rank's part of x and the gradient of the output.
+    """Run layers forward and backward on this rank's part of x and of the gradient of the output.
 
-    Returns (output, gradient of x, others). The others are the buffers, and the gradients of the
-    parameters, summed up over the ranks as DDP does.
+    The parts are contiguous, so that the outputs of the ranks can be joined. Returns (output,
+    gradient of x, state). The state has the gradients of the parameters, summed up over the ranks
+    as DDP does, and the buffers.
     """
     layers = copy.deepcopy(layers).to(device())  # What on_ranks() passes lies in shared memory.
     if convert:
@@ -267,11 +284,11 @@ def run_layers(convert, layers, x, gradient):
     x = x.tensor_split(world_size)[rank].to(device()).requires_grad_()
     output = layers(x)
     output.backward(gradient.tensor_split(world_size)[rank].to(device()))
-    others = [parameter.grad for parameter in layers.parameters()]
-    for parameter_gradient in others:
+    state = [parameter.grad for parameter in layers.parameters()]
+    for parameter_gradient in state:
         dist.all_reduce(parameter_gradient)
-    others.extend(layers.buffers())
-    return output, x.grad, others
+    state.extend(layers.buffers())
+    return output, x.grad, state
 
 
 class Lesson5BatchNorm(unittest.TestCase):
@@ -283,24 +300,25 @@ class Lesson5BatchNorm(unittest.TestCase):
             nn.Flatten(),
             nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),  # GlobalBatchNorm without weights
         )
-        [(output, x_gradient, expected)] = on_ranks(1, run_layers, False, layers, x, gradient)
+        [(output, x_gradient, state)] = on_ranks(1, run_layers, False, layers, x, gradient)
 
         for world_size in (1, 2, 3, 5):
             ranks = on_ranks(world_size, run_layers, True, layers, x, gradient)
-            outputs, x_gradients, others = zip(*ranks)
+            outputs, x_gradients, states = zip(*ranks)
             assert_close(torch.cat(outputs), output)
             assert_close(torch.cat(x_gradients), x_gradient)
-            for of_rank in others:
-                assert_close(of_rank, expected)
+            for of_rank in states:
+                assert_close(of_rank, state)
 
 
 # ---- Lesson 6: the number of processes, and stops
 # A job with augmentation, a warm-up, clipping, two param groups and uneven labels ends with the
 # parameters of a loop in plain PyTorch: on any number of processes, in micro-batches, with loader
-# workers, and if it is stopped and goes on with another number of processes. To break it, leave out
+# workers, and if it is stopped and goes on with another number of processes. Here it is stopped by
+# an exception between two steps; in TheProcesses a job is killed. To break it, leave out
 # `optimizer.load_state_dict` in resume(). Then the jobs that were stopped differ.
 class Augmented(Ragged):
-    """Such signals, scaled by numbers from all three generators."""
+    """Signals of Ragged, scaled by random numbers from all three generators."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -354,7 +372,8 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
 
     def test_on_any_number_of_processes_and_over_stops_a_job_ends_as_a_plain_loop_does(self):
         not_stopped = [[(world_size, None)] for world_size in (1, 2, 3, 5)]
-        # (4, 3): four ranks, stopped before their third step; then three ranks, and so on.
+        # (4, 3): four ranks, stopped before their third step. Then three ranks go on; they are
+        # stopped before the fourth step that they make themselves. And so on.
         stopped = [(4, 3), (3, 4), (5, 2), (2, None)]
         for option, *jobs in (
             ("", *not_stopped, stopped),
@@ -375,7 +394,7 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
         # The second run ends the first epoch. The third repeats the line of that epoch.
         out, net = resumed(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.REPLACED)
 
-        tolerance = 1e-3 if GPUS >= 2 else 0
+        tolerance = 1e-3 if GPUS >= 2 else 0  # Whether GPUs give the same bits is untried.
         assert_close(numbers_of(out)[1:], numbers_of(expected_out), tolerance)
         assert_close(net, expected, tolerance)
 
@@ -400,7 +419,7 @@ def as_rank(rank, world_size, folder, function, args):
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(
         backend,
-        timeout=datetime.timedelta(minutes=2),  # If a change leaves out a collective, ranks hang.
+        timeout=datetime.timedelta(minutes=2),  # for ranks that wait for a missing collective
         store=store,
         rank=rank,
         world_size=world_size,
@@ -415,7 +434,7 @@ def on_ranks(world_size, function, *args):
 
     on_ranks(3, dist.get_rank) is [0, 1, 2]. The processes are forked from one that has imported
     torch, and what torch imports to make the first optimizer of a process. If a rank raises, the
-    others are ended.
+    others are ended. Tensors in args lie in memory that all ranks share.
     """
     mp.set_forkserver_preload(["unittest.mock", "ddp_reference", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
@@ -480,7 +499,7 @@ def numbers_of(out):
 
 
 def assert_close(actual, expected, tolerance=2e-5):
-    """Assert that numbers or tensors are equal but for the rounding of float32."""
+    """Assert that numbers or tensors are equal, by default but for the rounding of float32."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -550,8 +569,8 @@ class TheSampler(unittest.TestCase):
             list(sampler)
 
 
-# ---- A step. What watches over train_step():
-# bash run.sh test -k Lesson3 -k Lesson6 -k TheStep -k each_option
+# ---- A step. These tests watch over train_step(), and the README's exercises quote it:
+# bash run.sh test -k Lesson3 -k Lesson6 -k TheStep -k TheJob -k TheDataParallel -k TheReadme
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the names of PyTorch's operators that are called."""
 
@@ -604,7 +623,7 @@ def save(path, progress):
     ddp.save_checkpoint(path, net, torch.optim.SGD(net.parameters()), {}, progress)
 
 
-def infinite_gradient(output, y):
+def nan_gradient(output, y):
     """A loss of 0 whose gradient is not a number."""
     return (0 * output.sum()).sqrt(), 0, len(y)
 
@@ -665,7 +684,7 @@ class TheCheckpoint(Test):
     def test_a_net_that_is_not_finite_is_not_saved(self):
         message = f"0.weight is not finite, so {self.path}"
         with self.assertRaisesRegex(mp.ProcessRaisedException, message):
-            on_ranks(1, job, self.options, None, {"batch_sums": infinite_gradient})
+            on_ranks(1, job, self.options, None, {"batch_sums": nan_gradient})
         self.assertFalse(self.path.exists())
 
 
