@@ -6,11 +6,25 @@
 
 First come six lessons: what data-parallel training guarantees. Each compares what ranks do with an
 oracle: with PyTorch's own sampler, one process that has the whole batch, or a loop in plain
-PyTorch. Below the rule stand the helpers, and then tests of faults that cost somebody a day.
+PyTorch. Below the rule stand the helpers, and then all other tests: of options, messages and
+faults, most of which have cost somebody a day.
 
 on_ranks(3, function, *args) calls a function in each of three processes, which form a process
 group, and returns the three results. The group is NCCL's, and each rank has a GPU, if there are as
 many GPUs as ranks; otherwise it is gloo's, on the CPU. device() is the device of the calling rank.
+
+Which tests watch over what (-k Lesson3 -k TheStep runs both):
+
+    DistributedSampler, DistributedBatchSampler     Lesson1, Lesson2, TheSampler
+    train_step, run_micro_batch                     Lesson3, Lesson6, TheStep, TheJob
+    evaluate                                        Lesson4, TheJob
+    convert_batch_norm, GlobalBatchNorm             Lesson5, Lesson6
+    train, make_loaders, SeededItems                Lesson6, TheJob
+    save_checkpoint, resume                         Lesson6, TheCheckpoint
+    run_rank, launch, watched, end_with_parent      TheProcesses
+    ShardDataset                                    TheShards
+    parse_args                                      TheCommandLine
+    the lines that the README quotes or changes     TheReadme
 """
 
 import contextlib
@@ -63,11 +77,11 @@ TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc
 batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 
 
-# ---- Lesson 1: which samples a rank reads
+# ---- Lesson 1: which samples a rank reads (DistributedSampler, DistributedBatchSampler)
 # Ranks must share the samples of an epoch. DistributedSampler deals out the indices that PyTorch's
-# sampler deals out, with a twelfth of its memory. DistributedBatchSampler deals out steps: a step
-# has the same samples on any number of ranks, also when a job goes on in the middle of an epoch. To
-# break it, write `begin` for `begin + rank` in DistributedBatchSampler. Then every rank reads the
+# sampler deals out, from 4 bytes a sample. DistributedBatchSampler deals out steps: a step has the
+# same samples on any number of ranks, also when a job resumes in the middle of an epoch. To break
+# it, replace `begin + rank` by `begin` in DistributedBatchSampler. Then every rank reads the
 # samples of rank 0, and the second test says that two lists differ.
 class Lesson1Sampler(unittest.TestCase):
     def test_the_indices_are_those_of_pytorchs_sampler(self):
@@ -91,7 +105,7 @@ class Lesson1Sampler(unittest.TestCase):
             # PyTorch's sampler adds the epoch to the seed. So this is epoch 3 of seed 0.
             order = list(TorchSampler(dataset, 1, 0, seed=3))
             num_steps = math.ceil(num_samples / global_batch_size)
-            steps = np.array_split(order, num_steps)
+            steps = np.array_split(order, num_steps)  # nearly equal parts, the larger ones first
             for world_size, done in itertools.product((1, 2, 3, 5), range(num_steps)):
                 samples_read = sum(map(len, steps[:done]))
                 for rank in range(world_size):
@@ -103,12 +117,13 @@ class Lesson1Sampler(unittest.TestCase):
                     self.assertEqual(list(batch_sampler), shares)
 
 
-# ---- Lesson 2: seven experiments
-# Two ranks read batches of 4 by a DataLoader, for two epochs. The title of an experiment says how;
-# drop_last is the loader's. The README tells what each experiment teaches. The numbers are older
-# than this project: a job on two GPUs had printed them, with PyTorch's sampler. Where set_epoch()
-# is left out, our sampler warns. To break it, leave out `% len(order)` in DistributedSampler. Then
-# experiment 5, in which a sample is read twice, ends with an IndexError.
+# ---- Lesson 2: seven experiments (DistributedSampler)
+# Two ranks read batches of 4 by a DataLoader, for two epochs. The title of an experiment names what
+# is used: the number of samples, set_epoch(), the loader's drop_last. The README tells what each
+# experiment teaches. The numbers are older than this project: a job on two GPUs had printed them,
+# with PyTorch's sampler. Where set_epoch() is left out, our sampler warns. To break the file, leave
+# out `% len(order)` in DistributedSampler. Then experiment 5, in which a sample is read twice, ends
+# with an IndexError.
 EXPERIMENTS = """
                   epoch 0                      epoch 1
 1. 8 samples, no sampler
@@ -157,6 +172,7 @@ def line_of(sampler_class, title, rank):
 class Lesson2Experiments(unittest.TestCase):
     def test_both_samplers_make_the_batches_that_the_readme_shows(self):
         self.assertIn(EXPERIMENTS, README)
+        # A title, and below it the lines of the two ranks
         for title, *lines in re.findall(r"(.*samples.*)\n(.*)\n(.*)\n", EXPERIMENTS):
             for sampler_class in (TorchSampler, ddp.DistributedSampler):
                 with self.subTest(title, sampler=sampler_class.__module__):
@@ -164,11 +180,11 @@ class Lesson2Experiments(unittest.TestCase):
                     self.assertEqual(printed, lines)
 
 
-# ---- Lesson 3: a step
-# Every rank ends a step with the parameters of one process that had the whole batch, however
-# unequally many labels the ranks have. DDP alone takes the mean of the ranks' mean losses, in which
-# a label counts for more on a rank with few labels. To break it, write 1 for
-# `dist.get_world_size()` in train_step(). Then the parameters differ: the ranks still agree with
+# ---- Lesson 3: a step (train_step)
+# Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
+# have unequal numbers of labels. DDP alone averages the ranks' gradients, so that a label counts
+# for more on a rank with few labels. To break it, replace `dist.get_world_size()` by 1 in
+# train_step(). Then the parameters differ from those of one process: the ranks still agree with
 # each other, but all of them have made too small a step.
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
@@ -182,11 +198,12 @@ def plain_net():
 
 
 class Ragged(ddp.SyntheticDataset):
-    """Signals of 40 positions. Of the 40 labels of a signal, from none to all are ignored."""
+    """Signals of which from none to all labels are ignored. Ragged(12, 40): 12 signals of 40."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        y[: index * 17 % 60] = -100  # 0, 17, 34, all, 8, 25, all, ...
+        # cross_entropy() ignores -100. Of 40 labels it ignores 0, 17, 34, all, 8, 25, all, ...
+        y[: index * 17 % 60] = -100
         return x, y
 
 
@@ -205,7 +222,7 @@ def loss_and_sums(net, x, y):
     return loss, sums.detach().double()
 
 
-def step_on_ranks(x, y, num_micro_batches):
+def step_on_rank(x, y, num_micro_batches):
     """Make a step on this rank's share of a batch: return the parameters, and the job's sums."""
     net = plain_net().to(device())
     model = DistributedDataParallel(net)
@@ -226,21 +243,22 @@ class Lesson3Step(unittest.TestCase):
         torch.optim.SGD(net.parameters(), lr=1).step()
 
         for world_size, num_micro_batches in ((1, 3), (2, 2), (3, 1), (3, 4), (5, 2)):
-            for step in on_ranks(world_size, step_on_ranks, x, y, num_micro_batches):
+            for step in on_ranks(world_size, step_on_rank, x, y, num_micro_batches):
                 assert_close(step, (net.state_dict(), sums))
 
 
-# ---- Lesson 4: evaluation
+# ---- Lesson 4: evaluation (evaluate)
 # Loss and accuracy are those of one process with all samples, whatever the ranks' shares are: some
-# have a sample more, and of two samples the third rank has none. With a DistributedSampler, samples
-# would be repeated. To break it, leave out `dist.all_reduce(sums)` in evaluate(). Then each rank
-# has numbers of its own.
+# ranks have a sample more, and of two samples the third rank has none. A DistributedSampler would
+# repeat samples. evaluate() first gives every rank the buffers of rank 0, because BatchNorm's
+# statistics may differ. To break it, leave out `dist.all_reduce(sums)` in evaluate(). Then each
+# rank has numbers of its own.
 def net_with_batch_norm():
     """Return a net that computes something else in training than in evaluation."""
     return nn.Sequential(nn.BatchNorm1d(3), plain_net())
 
 
-def evaluation_on_ranks(num_samples):
+def evaluation_on_rank(num_samples):
     """Return [loss, accuracy] as evaluate() gives them on this rank."""
     net = net_with_batch_norm().to(device())
     net[0].running_mean += dist.get_rank()  # Under --local-bn each rank has other statistics.
@@ -261,27 +279,29 @@ class Lesson4Evaluation(unittest.TestCase):
         for world_size, num_samples in itertools.product((1, 2, 3, 5), (25, 2)):
             expected = evaluation_of_one_process(net_with_batch_norm().eval(), num_samples)
 
-            for numbers in on_ranks(world_size, evaluation_on_ranks, num_samples):
+            for numbers in on_ranks(world_size, evaluation_on_rank, num_samples):
                 assert_close(numbers, expected)
 
 
-# ---- Lesson 5: BatchNorm over the job
-# On any number of ranks, a BatchNorm layer does what nn.BatchNorm does in one process with the
-# samples of all ranks. To break it, make `backward = forward` in SumOverRanks a static method
-# `def backward(ctx, grad): return grad`. Then the gradients of x differ, and the outputs do not.
-# (On GPUs the layers are PyTorch's nn.SyncBatchNorm. There this change breaks nothing.)
+# ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
+# On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
+# nn.BatchNorm does in one process with the samples of all ranks. To break it, replace
+# `backward = forward` in SumOverRanks by a static method `def backward(ctx, grad): return grad`.
+# Then the gradients of x differ, and the outputs do not. (On GPUs the layers become PyTorch's
+# nn.SyncBatchNorm, which this change does not touch.)
 def run_layers(convert, layers, x, gradient):
     """Run layers forward and backward on this rank's part of x and of the gradient of the output.
 
     The parts are contiguous, so that the outputs of the ranks can be joined. Returns (output,
-    gradient of x, state). The state has the gradients of the parameters, summed up over the ranks
-    as DDP does, and the buffers.
+    gradient of x, state). The state has the gradients of the parameters, summed up over the ranks,
+    and the buffers.
     """
     layers = copy.deepcopy(layers).to(device())  # What on_ranks() passes lies in shared memory.
     if convert:
         ddp.convert_batch_norm(layers)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = x.tensor_split(world_size)[rank].to(device()).requires_grad_()
+    layers(2 * x)  # With momentum=None, the statistics are averages over both batches.
     output = layers(x)
     output.backward(gradient.tensor_split(world_size)[rank].to(device()))
     state = [parameter.grad for parameter in layers.parameters()]
@@ -293,12 +313,11 @@ def run_layers(convert, layers, x, gradient):
 
 class Lesson5BatchNorm(unittest.TestCase):
     def test_outputs_gradients_and_statistics_are_those_of_one_process(self):
-        torch.manual_seed(1)
         x, gradient = torch.randn(11, 3, 2, 2), torch.randn(11, 12)
         layers = nn.Sequential(
             nn.BatchNorm2d(3, eps=0.01, momentum=0.3),
             nn.Flatten(),
-            nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),  # GlobalBatchNorm without weights
+            nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),  # on the CPU without weights
         )
         [(output, x_gradient, state)] = on_ranks(1, run_layers, False, layers, x, gradient)
 
@@ -311,7 +330,7 @@ class Lesson5BatchNorm(unittest.TestCase):
                 assert_close(of_rank, state)
 
 
-# ---- Lesson 6: the number of processes, and stops
+# ---- Lesson 6: the number of processes, and stops (train)
 # A job with augmentation, a warm-up, clipping, two param groups and uneven labels ends with the
 # parameters of a loop in plain PyTorch: on any number of processes, in micro-batches, with loader
 # workers, and if it is stopped and goes on with another number of processes. Here it is stopped by
@@ -367,10 +386,12 @@ def plain_loop(args):
 
 
 class Lesson6NumberOfProcesses(unittest.TestCase):
-    OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 7"  # 4 steps
+    # An epoch of 43 samples has four steps.
+    OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 7"
     REPLACED = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
 
     def test_on_any_number_of_processes_and_over_stops_a_job_ends_as_a_plain_loop_does(self):
+        # A job is a list of runs (world_size, stop_at).
         not_stopped = [[(world_size, None)] for world_size in (1, 2, 3, 5)]
         # (4, 3): four ranks, stopped before their third step. Then three ranks go on; they are
         # stopped before the fourth step that they make themselves. And so on.
@@ -400,7 +421,7 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Above is what data-parallel training guarantees. Below are the helpers, and then the faults.
+# Above is what data-parallel training guarantees. Below are the helpers, and then all other tests.
 
 
 # ---- Helpers
@@ -432,9 +453,11 @@ def as_rank(rank, world_size, folder, function, args):
 def on_ranks(world_size, function, *args):
     """Call a function on each rank of a new group, and return the results.
 
-    on_ranks(3, dist.get_rank) is [0, 1, 2]. The processes are forked from one that has imported
-    torch, and what torch imports to make the first optimizer of a process. If a rank raises, the
-    others are ended. Tensors in args lie in memory that all ranks share.
+    on_ranks(3, dist.get_rank) is [0, 1, 2]. The function stands at the top level of this file. Its
+    results are tensors, numbers and strings, or lists, tuples and dictionaries of them. Tensors in
+    args lie in memory that all ranks share. If a rank raises, the others are ended, and this
+    function raises mp.ProcessRaisedException. The processes are forked from one that has imported
+    torch, and torch._dynamo, which the first optimizer of a process would import.
     """
     mp.set_forkserver_preload(["unittest.mock", "ddp_reference", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
@@ -454,7 +477,8 @@ def job(options, stop_at, replaced):
     """Run one rank of a job up to its end, or until it would make its step number stop_at.
 
     replaced: what takes the place of names in ddp_reference, such as {"make_task": make_own_task}.
-    Returns what the rank printed.
+    Returns what the rank printed. train() calls set_learning_rates() before each step, and so a
+    step is counted there.
     """
     vars(ddp).update(replaced)
     set_own_rates, steps = ddp.set_learning_rates, itertools.count(1)
@@ -473,10 +497,10 @@ def job(options, stop_at, replaced):
 
 
 def resumed(options, *runs, **replaced):
-    """Run a job in several runs (world_size, stop_at): return all that it printed, and the net.
+    """Run a job in several runs (world_size, stop_at): return what rank 0 printed, and the net.
 
     resumed("--epochs 2", (4, 3), (2, None)) makes two steps on four ranks, and goes on with two.
-    The net is the state_dict in the checkpoint.
+    The net is the state_dict in the last checkpoint, which is written after each step.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = f"--checkpoint-every 1 --checkpoint {folder}/ck {options}"
@@ -535,9 +559,10 @@ class Test(unittest.TestCase):
 
     @classmethod
     def start_job(cls, options, rates="set_learning_rates", launcher=""):
-        """Start a small job, in which this function of this file sets the learning rates.
+        """Start a small job, in which the function `rates` of this file is set_learning_rates().
 
-        start_job("--epochs 1", "fail_on_rank_1") starts one that fails.
+        start_job("--epochs 1", "fail_on_rank_1") starts one that fails. Its ranks are spawned. They
+        import the program below cls.folder again, and so have the function, too.
         """
         path = cls.folder / f"{rates}.py"
         path.write_text(PROGRAM.format(rates))
@@ -569,10 +594,9 @@ class TheSampler(unittest.TestCase):
             list(sampler)
 
 
-# ---- A step. These tests watch over train_step(), and the README's exercises quote it:
-# bash run.sh test -k Lesson3 -k Lesson6 -k TheStep -k TheJob -k TheDataParallel -k TheReadme
+# ---- A step
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the names of PyTorch's operators that are called."""
+    """Notes the names of PyTorch's operators that are called, for one use in a process."""
 
     names = []
 
@@ -585,7 +609,7 @@ def operators_of_a_step():
     """Make a step of two micro-batches: return the operators that are called."""
     x, y = ragged_batch(12)
     with Ops():
-        step_on_ranks(x, y, 2)
+        step_on_rank(x, y, 2)
     return Ops.names
 
 
@@ -599,12 +623,14 @@ def telling_sums(output, y):
 class TheStep(unittest.TestCase):
     def test_gradients_are_all_reduced_once_in_a_step_and_nothing_waits(self):
         for names in on_ranks(2, operators_of_a_step):
-            names = names[names.index("aten.convolution.default") :]  # DDP has been made.
+            # DDP's own collectives, when it is made, come before the first convolution.
+            names = names[names.index("aten.convolution.default") :]
             self.assertEqual(names.count("c10d.allreduce_.default"), 2)  # gradients, and sums
-            self.assertNotIn("aten._local_scalar_dense.default", names)
+            self.assertNotIn("aten._local_scalar_dense.default", names)  # .item()
 
     def test_ranks_and_steps_draw_numbers_of_their_own_and_amp_is_everywhere(self):
-        options = f"{SMALL} --global-batch-size 11 --micro-batch-size 3 --amp"
+        # In a loader worker, SeededItems does not seed the generators of the rank.
+        options = f"{SMALL} --global-batch-size 11 --micro-batch-size 3 --amp --num-workers 1"
         ranks = on_ranks(2, job, options, None, {"batch_sums": telling_sums})
 
         self.assertNotIn("False False", ranks[0])  # Evaluation, too, runs under autocast.
@@ -629,7 +655,7 @@ def nan_gradient(output, y):
 
 
 def job_with_a_file_of_rank_0(options):
-    """Run a job of machines without a common disk."""
+    """Run a job of machines without a common disk. The options end with the checkpoint's path."""
     job(f"{options}{dist.get_rank() or ''}", None, {})
 
 
@@ -665,7 +691,12 @@ class TheCheckpoint(Test):
             (whole, "'seed': 99", "--seed 99", replaced),
             (whole, "'samples': 44", "", {}),
             (whole, "Adam", "--num-samples 43", {}),
-            (whole, "RuntimeError", "--micro-batch-size 9", replaced),  # another net
+            (
+                whole,
+                "RuntimeError",
+                "--micro-batch-size 9",
+                replaced,
+            ),  # Then the task has another net.
         ):
             self.path.write_bytes(content)
 
@@ -711,9 +742,10 @@ class TheJob(Test):
             _, net = trained(2, f"{SMALL} --checkpoint-every 3 --{option}")
             weights.add(net["0.weight"].sum().item())
 
-        self.assertEqual(len(weights), 11)
+        self.assertEqual(len(weights), 11)  # one for each option
 
     def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
+        # With a learning rate of 0 the net stays what it is, and its numbers are known.
         options = f"{SMALL} --lr 0 --global-batch-size 4 --log-every 3 --checkpoint-every 1"
         options += f" --checkpoint {self.folder}/ck"
         replaced = {"make_task": make_ragged_task, "time": Clock}
@@ -728,6 +760,7 @@ class TheJob(Test):
         told = re.findall(r"epoch (\d) \| (\d+)/44 samples \| loss \d\.\d{4}\n", out)
         self.assertEqual(told, [("0", "32"), ("0", "44"), ("1", "12"), ("1", "24"), ("1", "36")])
         self.assertRegex(out, r"44/44 samples \| loss (\S+)\nepoch 0 \| loss \1 ")
+        # 20 samples of the first epoch were read before the stop: (44 - 20) / 2 s, and 44 / 2 s.
         self.assertEqual(re.findall(r"[0-9.]+(?= samples/s\n)", out), ["12.0", "22.0"])
         self.assertEqual(others, ["", ""])
 
@@ -878,6 +911,7 @@ class TheProcesses(Test):
     def test_where_a_rank_sleeps_all_ranks_say_where_they_are_and_the_job_ends(self):
         _, err = finish(self.sleeping, status=1)
 
+        # Rank 1 of 2 waits 5 / 2 seconds longer, so that the stacks are printed one by one.
         stack = r"!\n(?:Thread .*\n(?:  .*\n)+\n?)+"
         stacks = rf"(?m)^Timeout \(0:00:03\){stack}Timeout \(0:00:05\.500000\){stack}"
         self.assertRegex(err, stacks)
@@ -938,7 +972,7 @@ class TheCommandLine(unittest.TestCase):
             self.assertRaisesRegex(SystemExit, "^2$"),
         ):
             ddp.main()
-        self.assertRegex(err.getvalue(), rf"^ddp_reference.py: error: .*{word}.*\n$")
+        self.assertRegex(err.getvalue(), rf"^.*: error: .*{word}.*\n$")
 
 
 # ---- The README: what it shows is run
@@ -978,7 +1012,7 @@ def write_programs(folder):
 
 
 def changed_job(path, options):
-    """Run one rank of a job from a changed copy of ddp_reference.py."""
+    """Run one rank of a job from a changed copy of ddp_reference.py, which replaces all names."""
     return job(options, None, runpy.run_path(str(path)))
 
 
