@@ -20,6 +20,7 @@ Which tests watch over what (-k Lesson3 -k TheStep runs both):
     evaluate                                        Lesson4, TheJob
     convert_batch_norm, GlobalBatchNorm             Lesson5, Lesson6
     train, make_loaders, SeededItems                Lesson6, TheJob
+    data_parallel                                   Lesson6, TheDataParallel
     save_checkpoint, resume                         Lesson6, TheCheckpoint
     run_rank, launch, watched, end_with_parent      TheProcesses
     ShardDataset                                    TheShards
@@ -68,9 +69,8 @@ README = (HERE / "README.md").read_text()
 SOURCE = (HERE / "ddp_reference.py").read_text()
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for programs and the fork server
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
-logging.getLogger("torch.multiprocessing.spawn").setLevel(
-    "ERROR"
-)  # It logs every rank that it ends.
+# It would log each rank that it ends because another has failed.
+logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
 # The originals, for the functions below that replace them and call them.
@@ -386,7 +386,7 @@ def plain_loop(args):
 
 
 class Lesson6NumberOfProcesses(unittest.TestCase):
-    # An epoch of 43 samples has four steps.
+    # The task has 43 samples, so an epoch has four steps.
     OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 7"
     REPLACED = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
 
