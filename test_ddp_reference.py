@@ -691,12 +691,8 @@ class TheCheckpoint(Test):
             (whole, "'seed': 99", "--seed 99", replaced),
             (whole, "'samples': 44", "", {}),
             (whole, "Adam", "--num-samples 43", {}),
-            (
-                whole,
-                "RuntimeError",
-                "--micro-batch-size 9",
-                replaced,
-            ),  # Then the task has another net.
+            # With micro-batches, make_augmented_task() makes another net.
+            (whole, "RuntimeError", "--micro-batch-size 9", replaced),
         ):
             self.path.write_bytes(content)
 
