@@ -58,7 +58,7 @@ class SyntheticDataset(Dataset):
     x: float32 (3, length). y: int64 (length,), the channel whose mean over 3 positions is largest.
     """
 
-    def __init__(self, num_samples=100, length=10000, seed=0):
+    def __init__(self, num_samples, length, seed=0):
         self.num_samples = num_samples
         self.length = length
         self.seed = seed
@@ -542,7 +542,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
             return F.batch_norm(x, mean, var, self.weight, self.bias, eps=self.eps)
         values = x.movedim(1, -1).to(self.running_mean.dtype)  # Under autocast x may be bfloat16.
         total = values.flatten(0, -2).sum(0)
-        count = torch.full_like(total, values[..., 0].numel())
+        count = torch.full_like(total, values.numel() / len(total))
         total, count = SumOverRanks.apply(torch.stack([total, count]))
         mean = total / count
         centred = values - mean  # A difference of sums of squares would lose digits.
@@ -679,7 +679,7 @@ def read_index(number, path, members):
         if not samples:
             raise ValueError("it has no samples")
         places = [[sample[member] for member in members] for sample in samples.values()]
-        return torch.tensor(places, dtype=torch.int64)
+        return torch.tensor(places)
     except Exception as error:
         raise ValueError(f"shard {path} is damaged or lacks a member: {error!r:.200}") from error
 
@@ -739,7 +739,7 @@ def parse_args():
     args.backend = args.backend or ("nccl" if num_gpus else "gloo")
 
     folder = os.path.dirname(args.checkpoint or "") or "."
-    if args.parallel == "dp" and (args.world_size > 1 or args.amp):
+    if args.parallel == "dp" and (args.world_size != 1 or args.amp):
         parser.error("--parallel dp is one process, without --amp")
     if args.backend == "nccl" and num_gpus < args.nproc_per_node:
         parser.error(f"NCCL needs a GPU for each process, there are {num_gpus}: try --backend gloo")
