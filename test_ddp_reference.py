@@ -914,8 +914,8 @@ class TheProcesses(Test):
 
     def test_when_the_launcher_alone_is_ended_ranks_and_loader_workers_end(self):
         endless = "--epochs 100000 --log-every 1 --nproc-per-node 1 --num-workers"
-        for number, status, num_workers in ((signal.SIGINT, 130, 0), (signal.SIGKILL, -9, 1)):
-            launcher = self.start_job(f"{endless} {num_workers}")
+        launchers = [self.start_job(f"{endless} {num_workers}") for num_workers in (0, 1)]
+        for launcher, number, status in zip(launchers, (signal.SIGINT, signal.SIGKILL), (130, -9)):
             while not launcher.stdout.readline().startswith("epoch"):
                 self.assertIsNone(launcher.poll())
 
