@@ -6,26 +6,32 @@
 
 First come six lessons: what data-parallel training guarantees. Each compares what ranks do with an
 oracle: with PyTorch's own sampler, one process that has the whole batch, or a loop in plain
-PyTorch. Below the rule stand the helpers, and then all other tests: of options, messages and
-faults, most of which have cost somebody a day.
+PyTorch. Below the long line after Lesson 6 stand the helpers, and then all other tests: of options,
+messages and faults, most of which have cost somebody a day.
 
 on_ranks(3, function, *args) calls a function in each of three processes, which form a process
-group, and returns the three results. The group is NCCL's, and each rank has a GPU, if there are as
-many GPUs as ranks; otherwise it is gloo's, on the CPU. device() is the device of the calling rank.
+group, and returns the three results. The group is NCCL's, and each rank has a GPU, if there are
+enough GPUs; otherwise it is gloo's, on the CPU. device() is the device of the calling rank.
 
-Which tests watch over what (-k Lesson3 -k TheStep runs both):
+Which tests watch over what (`bash run.sh test -k Lesson3 -k TheStep` runs both):
 
     DistributedSampler, DistributedBatchSampler     Lesson1, Lesson2, TheSampler
-    train_step, run_micro_batch                     Lesson3, Lesson6, TheStep, TheJob
-    evaluate                                        Lesson4, TheJob
+    train_step, run_micro_batch                     Lesson3, Lesson6, TheStep, TheDataParallel
+    evaluate                                        Lesson4, TheStep, TheJob
     convert_batch_norm, GlobalBatchNorm             Lesson5, Lesson6
     train, make_loaders, SeededItems                Lesson6, TheJob
     data_parallel                                   Lesson6, TheDataParallel
     save_checkpoint, resume                         Lesson6, TheCheckpoint
+    batch_sums                                      Lesson3, Lesson4, Lesson6
+    set_learning_rates, make_task                   TheJob, TheProcesses
     run_rank, launch, watched, end_with_parent      TheProcesses
     ShardDataset                                    TheShards
     parse_args                                      TheCommandLine
-    the lines that the README quotes or changes     TheReadme
+    the README's diffs, programs and exercises      TheReadme, which quotes lines of the file
+
+To add a test, write what a rank does as a function at the top level, call it with on_ranks(), and
+put both where the function under test stands. If it is a new option of a step, put the option into
+OPTIONS of Lesson 6 and into plain_loop() instead: that tests it on any number of processes.
 """
 
 import contextlib
@@ -48,7 +54,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
-from unittest import mock
+from unittest import TestCase, mock
 
 import numpy as np
 import torch
@@ -69,24 +75,24 @@ README = (HERE / "README.md").read_text()
 SOURCE = (HERE / "ddp_reference.py").read_text()
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for programs and the fork server
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts may hang
-# It would log each rank that it ends because another has failed.
+# mp.spawn() would log each rank that it ends because another rank has failed.
 logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
-# The originals, for the functions below that replace them and call them.
+# These are the originals, for the functions below that replace them and call them.
 batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler, DistributedBatchSampler)
-# Ranks must share the samples of an epoch. DistributedSampler deals out the indices that PyTorch's
-# sampler deals out, from 4 bytes a sample. DistributedBatchSampler deals out steps: a step has the
-# same samples on any number of ranks, also when a job resumes in the middle of an epoch. To break
-# it, replace `begin + rank` by `begin` in DistributedBatchSampler. Then every rank reads the
-# samples of rank 0, and the second test says that two lists differ.
-class Lesson1Sampler(unittest.TestCase):
+# The ranks must divide the samples of an epoch among themselves. DistributedSampler gives each rank
+# the indices that PyTorch's sampler gives it. DistributedBatchSampler deals out steps: a step has
+# the same samples on any number of ranks, also when a job resumes in the middle of an epoch. To
+# break the file, replace `begin + rank` by `begin` in DistributedBatchSampler. Then every rank
+# reads the samples of rank 0, and the second test says that two lists differ.
+class Lesson1Sampler(TestCase):
     def test_the_indices_are_those_of_pytorchs_sampler(self):
         cases = itertools.product(range(20), range(1, 8), (True, False), (True, False))
-        large = 16385, 2, True, False  # Our permutation is of int32, PyTorch's of int64.
+        large = 70000, 2, True, False  # Our permutation is of int32, PyTorch's of int64.
         for num_samples, num_replicas, shuffle, drop_last in [large, *cases]:
             for rank in range(num_replicas):
                 # All arguments of the samplers in their order. The seed is 7.
@@ -99,7 +105,7 @@ class Lesson1Sampler(unittest.TestCase):
                 # Ours has the attributes of PyTorch's, and others: <= is the relation of subsets.
                 self.assertLessEqual(vars(torchs).items(), vars(ours).items())
 
-    def test_from_any_start_all_ranks_together_make_the_same_steps(self):
+    def test_on_any_number_of_ranks_and_after_a_stop_the_steps_are_the_same(self):
         for num_samples, global_batch_size in ((100, 32), (27, 8), (11, 100)):
             dataset = range(num_samples)
             # PyTorch's sampler adds the epoch to the seed. So this is epoch 3 of seed 0.
@@ -156,7 +162,7 @@ EXPERIMENTS = """
 """
 
 
-def line_of(sampler_class, title, rank):
+def table_line(sampler_class, title, rank):
     """Return a line of the table: the batches of a rank, from a loader with such a sampler."""
     dataset = range(int(re.search(r"(\d+) samples", title)[1]))
     sampler = None if "no sampler" in title else sampler_class(dataset, 2, rank)
@@ -169,23 +175,24 @@ def line_of(sampler_class, title, rank):
     return f"         rank {rank}   {epochs[0]:28} {epochs[1]}".rstrip()
 
 
-class Lesson2Experiments(unittest.TestCase):
+class Lesson2Experiments(TestCase):
     def test_both_samplers_make_the_batches_that_the_readme_shows(self):
         self.assertIn(EXPERIMENTS, README)
         # A title, and below it the lines of the two ranks
         for title, *lines in re.findall(r"(.*samples.*)\n(.*)\n(.*)\n", EXPERIMENTS):
             for sampler_class in (TorchSampler, ddp.DistributedSampler):
                 with self.subTest(title, sampler=sampler_class.__module__):
-                    printed = [line_of(sampler_class, title, rank) for rank in range(2)]
+                    printed = [table_line(sampler_class, title, rank) for rank in range(2)]
                     self.assertEqual(printed, lines)
 
 
 # ---- Lesson 3: a step (train_step)
 # Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
 # have unequal numbers of labels. DDP alone averages the ranks' gradients, so that a label counts
-# for more on a rank with few labels. To break it, replace `dist.get_world_size()` by 1 in
+# for more on a rank with few labels. To break the file, replace `dist.get_world_size()` by 1 in
 # train_step(). Then the parameters differ from those of one process: the ranks still agree with
-# each other, but all of them have made too small a step.
+# each other, but all of them have made too small a step. The README's second review exercise breaks
+# the weights of the labels.
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
 
@@ -202,8 +209,8 @@ class Ragged(ddp.SyntheticDataset):
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        # cross_entropy() ignores -100. Of 40 labels it ignores 0, 17, 34, all, 8, 25, all, ...
-        y[: index * 17 % 60] = -100
+        # cross_entropy() ignores -100. Of 40 labels it ignores 0, 17, 34, and then all, five times.
+        y[: index * 17 % 120] = -100
         return x, y
 
 
@@ -230,11 +237,12 @@ def step_on_rank(x, y, num_micro_batches):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     xs = x[rank::world_size].tensor_split(num_micro_batches)
     ys = y[rank::world_size].tensor_split(num_micro_batches)
-    sums = ddp.train_step(model, optimizer, list(zip(xs, ys)), seed=(0,))
+    # An infinite norm clips nothing. It is there for TheStep, which runs this step, too.
+    sums = ddp.train_step(model, optimizer, list(zip(xs, ys)), (0,), clip_grad_norm=math.inf)
     return net.state_dict(), sums
 
 
-class Lesson3Step(unittest.TestCase):
+class Lesson3Step(TestCase):
     def test_on_any_number_of_ranks_a_step_is_that_of_one_process_with_the_whole_batch(self):
         net = plain_net()
         x, y = ragged_batch(12)
@@ -248,11 +256,11 @@ class Lesson3Step(unittest.TestCase):
 
 
 # ---- Lesson 4: evaluation (evaluate)
-# Loss and accuracy are those of one process with all samples, whatever the ranks' shares are: some
-# ranks have a sample more, and of two samples the third rank has none. A DistributedSampler would
-# repeat samples. evaluate() first gives every rank the buffers of rank 0, because BatchNorm's
-# statistics may differ. To break it, leave out `dist.all_reduce(sums)` in evaluate(). Then each
-# rank has numbers of its own.
+# Loss and accuracy are those of one process with all samples, also if the shares of the ranks are
+# unequal (25 samples), and if some ranks have no sample (2 samples on 3 ranks). PyTorch's sampler
+# would repeat samples. evaluate() first gives every rank the buffers of rank 0, because BatchNorm's
+# statistics may differ. To break the file, leave out `dist.all_reduce(sums)` in evaluate(). Then
+# each rank has numbers of its own.
 def net_with_batch_norm():
     """Return a net that computes something else in training than in evaluation."""
     return nn.Sequential(nn.BatchNorm1d(3), plain_net())
@@ -274,8 +282,8 @@ def evaluation_of_one_process(net, num_samples):
     return (sums[:2] / sums[2]).tolist()
 
 
-class Lesson4Evaluation(unittest.TestCase):
-    def test_on_any_number_of_ranks_it_gives_the_numbers_of_one_process(self):
+class Lesson4Evaluation(TestCase):
+    def test_on_any_number_of_ranks_loss_and_accuracy_are_those_of_one_process(self):
         for world_size, num_samples in itertools.product((1, 2, 3, 5), (25, 2)):
             expected = evaluation_of_one_process(net_with_batch_norm().eval(), num_samples)
 
@@ -285,23 +293,23 @@ class Lesson4Evaluation(unittest.TestCase):
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
-# nn.BatchNorm does in one process with the samples of all ranks. To break it, replace
-# `backward = forward` in SumOverRanks by a static method `def backward(ctx, grad): return grad`.
+# PyTorch's layer does in one process with the samples of all ranks. To break the file, replace
+# `backward = forward` in SumOverRanks by `backward = staticmethod(lambda ctx, gradient: gradient)`.
 # Then the gradients of x differ, and the outputs do not. (On GPUs the layers become PyTorch's
 # nn.SyncBatchNorm, which this change does not touch.)
 def run_layers(convert, layers, x, gradient):
     """Run layers forward and backward on this rank's part of x and of the gradient of the output.
 
-    The parts are contiguous, so that the outputs of the ranks can be joined. Returns (output,
-    gradient of x, state). The state has the gradients of the parameters, summed up over the ranks,
-    and the buffers.
+    A part is of consecutive samples, so that torch.cat() joins the outputs of the ranks. Returns
+    (output, gradient of x, state). The state has the gradients of the parameters, summed up over
+    the ranks, and the buffers.
     """
     layers = copy.deepcopy(layers).to(device())  # What on_ranks() passes lies in shared memory.
     if convert:
         ddp.convert_batch_norm(layers)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = x.tensor_split(world_size)[rank].to(device()).requires_grad_()
-    layers(2 * x)  # With momentum=None, the statistics are averages over both batches.
+    layers(2 * x)  # An earlier batch: with momentum=None, statistics are averages over batches.
     output = layers(x)
     output.backward(gradient.tensor_split(world_size)[rank].to(device()))
     state = [parameter.grad for parameter in layers.parameters()]
@@ -311,13 +319,14 @@ def run_layers(convert, layers, x, gradient):
     return output, x.grad, state
 
 
-class Lesson5BatchNorm(unittest.TestCase):
+class Lesson5BatchNorm(TestCase):
     def test_outputs_gradients_and_statistics_are_those_of_one_process(self):
         x, gradient = torch.randn(11, 3, 2, 2), torch.randn(11, 12)
         layers = nn.Sequential(
             nn.BatchNorm2d(3, eps=0.01, momentum=0.3),
             nn.Flatten(),
-            nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),  # on the CPU without weights
+            # This layer has no weights, unless it becomes nn.SyncBatchNorm.
+            nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),
         )
         [(output, x_gradient, state)] = on_ranks(1, run_layers, False, layers, x, gradient)
 
@@ -326,15 +335,15 @@ class Lesson5BatchNorm(unittest.TestCase):
             outputs, x_gradients, states = zip(*ranks)
             assert_close(torch.cat(outputs), output)
             assert_close(torch.cat(x_gradients), x_gradient)
-            for of_rank in states:
-                assert_close(of_rank, state)
+            for rank_state in states:
+                assert_close(rank_state, state)
 
 
 # ---- Lesson 6: the number of processes, and stops (train)
 # A job with augmentation, a warm-up, clipping, two param groups and uneven labels ends with the
 # parameters of a loop in plain PyTorch: on any number of processes, in micro-batches, with loader
 # workers, and if it is stopped and goes on with another number of processes. Here it is stopped by
-# an exception between two steps; in TheProcesses a job is killed. To break it, leave out
+# an exception between two steps; in TheProcesses a job is killed. To break the file, leave out
 # `optimizer.load_state_dict` in resume(). Then the jobs that were stopped differ.
 class Augmented(Ragged):
     """Signals of Ragged, scaled by random numbers from all three generators."""
@@ -385,35 +394,35 @@ def plain_loop(args):
     return net.state_dict()
 
 
-class Lesson6NumberOfProcesses(unittest.TestCase):
+class Lesson6NumberOfProcesses(TestCase):
     # The task has 43 samples, so an epoch has four steps.
     OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 7"
-    REPLACED = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
+    REPLACEMENTS = {"make_task": make_augmented_task, "set_learning_rates": set_warm_up}
 
-    def test_on_any_number_of_processes_and_over_stops_a_job_ends_as_a_plain_loop_does(self):
+    def test_on_any_number_of_processes_and_with_stops_a_job_ends_as_a_plain_loop_does(self):
         # A job is a list of runs (world_size, stop_at).
-        not_stopped = [[(world_size, None)] for world_size in (1, 2, 3, 5)]
+        unstopped_jobs = [[(world_size, None)] for world_size in (1, 2, 3, 5)]
         # (4, 3): four ranks, stopped before their third step. Then three ranks go on; they are
         # stopped before the fourth step that they make themselves. And so on.
-        stopped = [(4, 3), (3, 4), (5, 2), (2, None)]
+        stopped_job = [(4, 3), (3, 4), (5, 2), (2, None)]
         for option, *jobs in (
-            ("", *not_stopped, stopped),
+            ("", *unstopped_jobs, stopped_job),
             (" --num-workers 2", [(2, 3), (1, None)]),
-            (" --micro-batch-size 1", *not_stopped, stopped),
+            (" --micro-batch-size 1", *unstopped_jobs, stopped_job),
         ):
             options = self.OPTIONS + option
             expected = plain_loop(ddp.make_parser().parse_args(options.split()))
             for runs in jobs:
                 with self.subTest(options=options, runs=runs):
-                    _, net = resumed(options, *runs, **self.REPLACED)
+                    _, net = run_job_in_parts(options, *runs, **self.REPLACEMENTS)
 
                     assert_close(net, expected)
 
-    def test_on_two_processes_a_job_that_was_stopped_ends_with_the_same_bits(self):
-        expected_out, expected = trained(2, self.OPTIONS, **self.REPLACED)
+    def test_on_two_processes_a_stopped_job_ends_with_the_bits_of_one_that_was_not(self):
+        expected_out, expected = run_job(self.OPTIONS, 2, **self.REPLACEMENTS)
 
-        # The second run ends the first epoch. The third repeats the line of that epoch.
-        out, net = resumed(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.REPLACED)
+        # The second run ends the first epoch. The third prints the line of that epoch again.
+        out, net = run_job_in_parts(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.REPLACEMENTS)
 
         tolerance = 1e-3 if GPUS >= 2 else 0  # Whether GPUs give the same bits is untried.
         assert_close(numbers_of(out)[1:], numbers_of(expected_out), tolerance)
@@ -428,7 +437,7 @@ class Lesson6NumberOfProcesses(unittest.TestCase):
 def as_rank(rank, world_size, folder, function, args):
     """Call a function on this rank of a new process group, and save its result."""
     ddp.end_with_parent()
-    mp.set_start_method("fork", force=True)  # of loader workers: the fastest
+    mp.set_start_method("fork", force=True)  # So loader workers start fastest.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     backend = "gloo"
@@ -440,7 +449,7 @@ def as_rank(rank, world_size, folder, function, args):
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(
         backend,
-        timeout=datetime.timedelta(minutes=2),  # for ranks that wait for a missing collective
+        timeout=datetime.timedelta(minutes=2),  # A rank may miss a collective.
         store=store,
         rank=rank,
         world_size=world_size,
@@ -456,9 +465,10 @@ def on_ranks(world_size, function, *args):
     on_ranks(3, dist.get_rank) is [0, 1, 2]. The function stands at the top level of this file. Its
     results are tensors, numbers and strings, or lists, tuples and dictionaries of them. Tensors in
     args lie in memory that all ranks share. If a rank raises, the others are ended, and this
-    function raises mp.ProcessRaisedException. The processes are forked from one that has imported
-    torch, and torch._dynamo, which the first optimizer of a process would import.
+    function raises mp.ProcessRaisedException.
     """
+    # The processes are forked from one that has imported torch. The first optimizer of a process
+    # imports torch._dynamo.
     mp.set_forkserver_preload(["unittest.mock", "ddp_reference", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         call = world_size, folder, function, args
@@ -473,20 +483,20 @@ def device():
     return torch.device("cpu")
 
 
-def job(options, stop_at, replaced):
+def job_on_rank(options, stop_at, replacements):
     """Run one rank of a job up to its end, or until it would make its step number stop_at.
 
-    replaced: what takes the place of names in ddp_reference, such as {"make_task": make_own_task}.
-    Returns what the rank printed. train() calls set_learning_rates() before each step, and so a
-    step is counted there.
+    replacements: {"make_task": make_own_task} puts make_own_task in the place of
+    ddp_reference.make_task. Returns what the rank printed. train() calls set_learning_rates(), or
+    its replacement, before each step, and so a step is counted there.
     """
-    vars(ddp).update(replaced)
-    set_own_rates, steps = ddp.set_learning_rates, itertools.count(1)
+    vars(ddp).update(replacements)
+    set_rates, steps = ddp.set_learning_rates, itertools.count(1)
 
     def set_or_stop(*args):
         if next(steps) == stop_at:
             raise InterruptedError
-        set_own_rates(*args)
+        set_rates(*args)
 
     ddp.set_learning_rates = set_or_stop
     sys.argv = ["ddp_reference.py", *shlex.split(options)]
@@ -496,24 +506,25 @@ def job(options, stop_at, replaced):
     return out.getvalue()
 
 
-def resumed(options, *runs, **replaced):
+def run_job_in_parts(options, *runs, **replacements):
     """Run a job in several runs (world_size, stop_at): return what rank 0 printed, and the net.
 
-    resumed("--epochs 2", (4, 3), (2, None)) makes two steps on four ranks, and goes on with two.
+    run_job_in_parts("--epochs 2", (4, 3), (2, None)) makes two steps on four ranks, and all others
+    on two.
     The net is the state_dict in the last checkpoint, which is written after each step.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = f"--checkpoint-every 1 --checkpoint {folder}/ck {options}"
         out = ""
         for world_size, stop_at in runs:
-            out += on_ranks(world_size, job, options, stop_at, replaced)[0]
+            out += on_ranks(world_size, job_on_rank, options, stop_at, replacements)[0]
         checkpoint = torch.load(f"{folder}/ck", map_location="cpu")
         return out, checkpoint["net"]
 
 
-def trained(world_size, options, **replaced):
+def run_job(options, world_size, **replacements):
     """Run a job on so many ranks: return what rank 0 printed, and the net."""
-    return resumed(options, (world_size, None), **replaced)
+    return run_job_in_parts(options, (world_size, None), **replacements)
 
 
 def numbers_of(out):
@@ -523,7 +534,7 @@ def numbers_of(out):
 
 
 def assert_close(actual, expected, tolerance=2e-5):
-    """Assert that numbers or tensors are equal, by default but for the rounding of float32."""
+    """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -535,7 +546,7 @@ if __name__ == "__main__":
 """
 
 
-class Test(unittest.TestCase):
+class TestInFolder(TestCase):
     """A test case with a folder and with programs."""
 
     @classmethod
@@ -554,19 +565,20 @@ class Test(unittest.TestCase):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        cls.addClassCleanup(process.terminate)  # where no test waited for it
+        cls.addClassCleanup(process.terminate)  # in case no test has waited for it
         return process
 
     @classmethod
-    def start_job(cls, options, rates="set_learning_rates", launcher=""):
-        """Start a small job, in which the function `rates` of this file is set_learning_rates().
+    def start_job(cls, options, before_step="set_learning_rates", launcher=""):
+        """Start a small job, in which a function of this file replaces set_learning_rates().
 
-        start_job("--epochs 1", "fail_on_rank_1") starts one that fails. Its ranks are spawned. They
-        import the program below cls.folder again, and so have the function, too.
+        start_job("--epochs 1", "fail_on_rank_1") starts a job that fails, because train() calls
+        fail_on_rank_1() before each step. The ranks are spawned: they import the program again,
+        and so have the function, too.
         """
-        path = cls.folder / f"{rates}.py"
-        path.write_text(PROGRAM.format(rates))
-        return cls.start(f"{launcher} ../{rates}.py {SMALL} {options}")
+        path = cls.folder / f"{before_step}.py"
+        path.write_text(PROGRAM.format(before_step))
+        return cls.start(f"{launcher} ../{before_step}.py {SMALL} {options}")
 
 
 def finish(process, status=0):
@@ -580,23 +592,29 @@ def finish(process, status=0):
 
 
 # ---- The sampler
-class TheSampler(unittest.TestCase):
-    def test_it_takes_four_bytes_a_sample(self):
+class TheSampler(TestCase):
+    def test_an_order_takes_four_bytes_a_sample(self):
         sampler = ddp.DistributedSampler(range(1000), 1, 0)
 
         self.assertEqual(sampler.order().nbytes, 4000)  # A list has 36000.
 
-    def test_a_second_pass_over_an_epoch_warns_with_the_remedy(self):
+    def test_a_second_pass_over_an_epoch_warns_to_call_set_epoch(self):
         sampler = ddp.DistributedBatchSampler(ddp.DistributedSampler(range(5), 2, 0), 5)
         list(sampler)
 
         with self.assertWarnsRegex(UserWarning, r"call set_epoch\(epoch\)"):
             list(sampler)
 
+    def test_an_empty_dataset_and_a_step_with_fewer_samples_than_ranks_are_errors(self):
+        for dataset, word in (([], "has no samples"), ([1], "a step of 1 samples is too small")):
+            sampler = ddp.DistributedSampler(dataset, 2, 0)
+            with self.assertRaisesRegex(ValueError, word):
+                ddp.DistributedBatchSampler(sampler, 4)
+
 
 # ---- A step
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the names of PyTorch's operators that are called, for one use in a process."""
+    """Notes the names of PyTorch's operators that are called. All objects share the list."""
 
     names = []
 
@@ -613,30 +631,39 @@ def operators_of_a_step():
     return Ops.names
 
 
-def telling_sums(output, y):
-    """The file's batch_sums, which tells the mode, the number of samples, and what is drawn."""
-    print(output.requires_grad, torch.is_autocast_enabled(output.device.type), end=" ")
+def printing_sums(output, y):
+    """batch_sums(), which first prints what a step may change.
+
+    That is: are gradients and autocast on, the type of the output, how many samples, three random
+    numbers.
+    """
+    print(
+        output.requires_grad, torch.is_autocast_enabled(output.device.type), output.dtype, end=" "
+    )
     print(len(y), torch.rand(()).item(), np.random.rand(), random.random())
     return batch_sums(output, y)
 
 
-class TheStep(unittest.TestCase):
-    def test_gradients_are_all_reduced_once_in_a_step_and_nothing_waits(self):
+class TheStep(TestCase):
+    def test_gradients_are_all_reduced_once_in_a_step_and_no_rank_waits_for_its_gpu(self):
         for names in on_ranks(2, operators_of_a_step):
             # DDP's own collectives, when it is made, come before the first convolution.
             names = names[names.index("aten.convolution.default") :]
             self.assertEqual(names.count("c10d.allreduce_.default"), 2)  # gradients, and sums
-            self.assertNotIn("aten._local_scalar_dense.default", names)  # .item()
+            self.assertNotIn("aten._local_scalar_dense.default", names)  # what .item() calls
 
-    def test_ranks_and_steps_draw_numbers_of_their_own_and_amp_is_everywhere(self):
-        # In a loader worker, SeededItems does not seed the generators of the rank.
+    def test_ranks_and_steps_draw_numbers_of_their_own_and_evaluation_uses_amp(self):
+        # With a loader worker, nothing but train_step() seeds the generators of the rank.
         options = f"{SMALL} --global-batch-size 11 --micro-batch-size 3 --amp --num-workers 1"
-        ranks = on_ranks(2, job, options, None, {"batch_sums": telling_sums})
+        ranks = on_ranks(2, job_on_rank, options, None, {"batch_sums": printing_sums})
 
         self.assertNotIn("False False", ranks[0])  # Evaluation, too, runs under autocast.
-        first, second = (re.findall(r"True True (\d) (\S+) (\S+) (\S+)", out) for out in ranks)
+        first, second = (
+            re.findall(r"True True torch.bfloat16 (\d) (\S+) (\S+) (\S+)", out) for out in ranks
+        )
         sizes, *drawn = zip(*first, *second)
-        # Each of the 8 steps has 6 samples for the first rank and 5 for the second.
+        # Each of the 8 steps has 6 samples for the first rank and 5 for the second, and so two
+        # micro-batches on each rank.
         self.assertEqual("".join(sizes), "33" * 8 + "32" * 8)
         for numbers in drawn:
             self.assertEqual(len(set(numbers)), 32)
@@ -655,11 +682,11 @@ def nan_gradient(output, y):
 
 
 def job_with_a_file_of_rank_0(options):
-    """Run a job of machines without a common disk. The options end with the checkpoint's path."""
-    job(f"{options}{dist.get_rank() or ''}", None, {})
+    """Run one rank of a job. The options end with the path of a file that only rank 0 finds."""
+    job_on_rank(f"{options}{dist.get_rank() or ''}", None, {})
 
 
-class TheCheckpoint(Test):
+class TheCheckpoint(TestInFolder):
     def setUp(self):
         self.path = self.folder / self._testMethodName
         self.options = f"{SMALL} --checkpoint {self.path}"
@@ -679,29 +706,29 @@ class TheCheckpoint(Test):
 
         self.assertEqual([*seen, torch.load(self.path)["progress"]], ["old", "new"])
 
-    def test_what_is_damaged_or_of_another_job_is_refused_by_its_name_and_stays(self):
-        replaced = {"make_task": make_augmented_task}  # 43 samples, SGD
-        on_ranks(2, job, f"{self.options} --epochs 1", None, replaced)
+    def test_a_file_that_is_damaged_or_of_another_job_is_refused_and_stays(self):
+        replacements = {"make_task": make_augmented_task}  # 43 samples, SGD
+        on_ranks(2, job_on_rank, f"{self.options} --epochs 1", None, replacements)
         whole, code = self.path.read_bytes(), io.BytesIO()
         torch.save(print, code)
         for content, word, option, functions in (
-            (whole[: len(whole) // 2], "Error", "", replaced),
-            (code.getvalue(), "UnpicklingError", "", replaced),
-            (whole, "'seed': 99", "--seed 99", replaced),
+            (whole[: len(whole) // 2], "Error", "", replacements),
+            (code.getvalue(), "UnpicklingError", "", replacements),
+            (whole, "'seed': 99", "--seed 99", replacements),
             (whole, "'samples': 44", "", {}),
             (whole, "Adam", "--num-samples 43", {}),
             # With micro-batches, make_augmented_task() makes another net.
-            (whole, "RuntimeError", "--micro-batch-size 9", replaced),
+            (whole, "RuntimeError", "--micro-batch-size 9", replacements),
         ):
             self.path.write_bytes(content)
 
             message = f"ValueError: {self.path} is damaged or of another job: .{{,200}}{word}"
             with self.assertRaisesRegex(mp.ProcessRaisedException, message):
-                on_ranks(2, job, f"{self.options} {option}", None, functions)
+                on_ranks(2, job_on_rank, f"{self.options} {option}", None, functions)
             self.assertEqual(self.path.read_bytes(), content)
 
     def test_a_checkpoint_that_not_all_ranks_find_is_an_error(self):
-        on_ranks(1, job, self.options, None, {})
+        on_ranks(1, job_on_rank, self.options, None, {})
 
         message = f"{self.path}: all machines need the file"
         with self.assertRaisesRegex(mp.ProcessRaisedException, message):
@@ -710,7 +737,7 @@ class TheCheckpoint(Test):
     def test_a_net_that_is_not_finite_is_not_saved(self):
         message = f"0.weight is not finite, so {self.path}"
         with self.assertRaisesRegex(mp.ProcessRaisedException, message):
-            on_ranks(1, job, self.options, None, {"batch_sums": nan_gradient})
+            on_ranks(1, job_on_rank, self.options, None, {"batch_sums": nan_gradient})
         self.assertFalse(self.path.exists())
 
 
@@ -727,14 +754,14 @@ class Clock:
     perf_counter = itertools.count(0, 2).__next__
 
 
-class TheJob(Test):
+class TheJob(TestInFolder):
     def test_each_option_changes_what_is_trained(self):
         options = "epochs 1|global-batch-size 9|micro-batch-size 1|lr 0.1|local-bn|amp|"
         options += "clip-grad-norm 0.01|seed 1|num-samples 40|length 65|epochs 2"
         weights = set()
         for option in options.split("|"):
-            # Of the two steps of an epoch the last is saved, though 3 does not divide it.
-            _, net = trained(2, f"{SMALL} --checkpoint-every 3 --{option}")
+            # The last step of an epoch is saved, too. Otherwise jobs of two steps save nothing.
+            _, net = run_job(f"{SMALL} --checkpoint-every 3 --{option}", 2)
             weights.add(net["0.weight"].sum().item())
 
         self.assertEqual(len(weights), 11)  # one for each option
@@ -743,10 +770,11 @@ class TheJob(Test):
         # With a learning rate of 0 the net stays what it is, and its numbers are known.
         options = f"{SMALL} --lr 0 --global-batch-size 4 --log-every 3 --checkpoint-every 5"
         options += f" --checkpoint {self.folder}/ck"
-        replaced = {"make_task": make_ragged_task, "time": Clock}
-        on_ranks(3, job, options, 7, replaced)  # An epoch has 11 steps. Five of six are saved.
+        replacements = {"make_task": make_ragged_task, "time": Clock}
+        # An epoch has 11 steps. This run makes six, and saves after the fifth.
+        on_ranks(3, job_on_rank, options, 7, replacements)
 
-        out, *others = on_ranks(3, job, options, None, replaced)
+        out, *others = on_ranks(3, job_on_rank, options, None, replacements)
 
         numbers = evaluation_of_one_process(plain_net(), 44)
         numbers += evaluation_of_one_process(plain_net(), 25)
@@ -758,12 +786,6 @@ class TheJob(Test):
         # The second run reads (44 - 20) samples in 2 s, and in the next epoch 44 samples in 2 s.
         self.assertEqual(re.findall(r"[0-9.]+(?= samples/s\n)", out), ["12.0", "22.0"])
         self.assertEqual(others, ["", ""])
-
-    def test_what_cannot_be_trained_on_is_an_error(self):
-        for dataset, word in (([], "has no samples"), ([1], "a step of 1 samples is too small")):
-            sampler = ddp.DistributedSampler(dataset, 2, 0)
-            with self.assertRaisesRegex(ValueError, word):
-                ddp.DistributedBatchSampler(sampler, 4)
 
 
 # ---- Tar shards
@@ -794,20 +816,20 @@ def members_of(dataset):
     return members
 
 
-class TheShards(Test):
+class TheShards(TestInFolder):
     def test_training_from_shards_is_that_from_their_samples_also_after_a_stop(self):
         a, b = self.folder / "a.tar", self.folder / "b.tar"
         members = members_of(ddp.SyntheticDataset(44, 64))
         write_shard(a, *members[:32])
         write_shard(b, *members[32:])
         options = f"{SMALL} --shards {a} {b} --val-shards {b}"
-        _, expected = trained(1, SMALL)
+        _, expected = run_job(SMALL, 1)
 
-        _, net = resumed(options, (3, 2), (2, None))
+        _, net = run_job_in_parts(options, (3, 2), (2, None))
 
         assert_close(net, expected)
 
-    def test_a_shard_that_is_cut_off_or_damaged_in_a_header_is_refused_by_its_name(self):
+    def test_a_shard_that_is_cut_off_or_damaged_in_a_header_is_refused_and_named(self):
         path = self.folder / "damaged.tar"
         write_shard(path, *members_of(ddp.SyntheticDataset(2, 64)))
         whole = path.read_bytes()
@@ -820,7 +842,7 @@ class TheShards(Test):
             with self.assertRaisesRegex(ValueError, "shard .*damaged.tar is damaged or lacks"):
                 ddp.ShardDataset([path])
 
-    def test_a_sample_that_is_not_as_it_should_be_is_refused_by_the_name_of_its_shard(self):
+    def test_a_missing_repeated_or_pickled_member_is_refused_and_its_shard_named(self):
         path, x, code = self.folder / "one.tar", ("a.x.npy", npy(0)), npy(np.array([{}]))
         for word, *members in (
             (r"one.tar .*KeyError\('y.npy'\)", x),
@@ -830,13 +852,18 @@ class TheShards(Test):
         ):
             write_shard(path, *members)
             with self.assertRaisesRegex(ValueError, word):
-                ddp.ShardDataset(iter([path]))[0]
-        # The last of these shards has what other members and another decode() can read.
-        dataset = ddp.ShardDataset([path], ("y.npy", "x.npy"), decode=lambda *contents: contents)
-        self.assertEqual((len(dataset), dataset[0]), (1, (code, x[1])))
+                ddp.ShardDataset([path])[0]
+
+    def test_other_members_can_be_read_by_another_decode(self):
+        path = self.folder / "other.tar"
+        write_shard(path, ("a.txt", b"A"), ("a.cls", b"0"))
+
+        dataset = ddp.ShardDataset([path], ("cls", "txt"), decode=lambda *contents: contents)
+
+        self.assertEqual(dataset[0], (b"0", b"A"))
 
 
-# ---- Launching, failing, ending. The functions here run in the ranks of jobs that are programs.
+# ---- Launching, failing, ending. train() calls these functions in place of set_learning_rates().
 def fail_on_rank_1(optimizer, args, epochs):
     """Rank 1 says how many threads it may have and on which network it listens, and fails."""
     if dist.get_rank() == 1:
@@ -858,16 +885,16 @@ def kill_in_the_second_epoch(optimizer, args, epochs):
     set_learning_rates(optimizer, args, epochs)
 
 
-class TheProcesses(Test):
+class TheProcesses(TestInFolder):
     """However a job ends, finish() sees all its processes end: they hold its pipes."""
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        # A shell starts `tests &` with Ctrl-C ignored, which the jobs would inherit.
+        # A shell that runs the tests with & has Ctrl-C ignored, and the jobs would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         two = "--nproc-per-node 2 --backend gloo"
-        cls.temporary = cls.folder / "# and space"
+        cls.temporary = cls.folder / "# and space"  # A URL could not hold this name.
         cls.temporary.mkdir()
         main_job = f"{shlex.quote(str(HERE / 'ddp_reference.py'))} --length 300"
         cls.main_job = cls.start(main_job, TMPDIR=str(cls.temporary))
@@ -889,7 +916,7 @@ class TheProcesses(Test):
         self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would be 0.333.
         self.assertEqual((err, list(self.temporary.glob("tmp*"))), ("", []))
 
-    def test_a_rank_that_raises_is_the_one_that_says_so(self):
+    def test_only_the_rank_that_raises_prints_a_traceback(self):
         _, err = finish(self.failing, status=1)
 
         threads = os.environ.get("OMP_NUM_THREADS") or max(1, torch.get_num_threads() // 2)
@@ -898,12 +925,12 @@ class TheProcesses(Test):
 
     def test_torchrun_restarts_a_job_of_which_a_rank_was_killed(self):
         out, _ = finish(self.restarted)
-        expected, _ = trained(1, SMALL)
+        expected, _ = run_job(SMALL, 1)
 
         self.assertIn("epoch 1, 22 samples read\n", out)
         assert_close(numbers_of(out)[-1], numbers_of(expected)[-1], tolerance=1e-3)
 
-    def test_where_a_rank_sleeps_all_ranks_say_where_they_are_and_the_job_ends(self):
+    def test_when_a_rank_hangs_all_ranks_print_their_stacks_and_the_job_ends(self):
         _, err = finish(self.sleeping, status=1)
 
         # Rank 1 of 2 waits 5 / 2 seconds longer, so that the stacks are printed one by one.
@@ -915,29 +942,31 @@ class TheProcesses(Test):
     def test_when_the_launcher_alone_is_ended_ranks_and_loader_workers_end(self):
         endless = "--epochs 100000 --log-every 1 --nproc-per-node 1 --num-workers"
         launchers = [self.start_job(f"{endless} {num_workers}") for num_workers in (0, 1)]
-        for launcher, number, status in zip(launchers, (signal.SIGINT, signal.SIGKILL), (130, -9)):
+        for launcher, signal_number, status in zip(
+            launchers, (signal.SIGINT, signal.SIGKILL), (130, -9)
+        ):
             while not launcher.stdout.readline().startswith("epoch"):
                 self.assertIsNone(launcher.poll())
 
-            launcher.send_signal(number)
+            launcher.send_signal(signal_number)
 
             finish(launcher, status)
 
 
 # ---- nn.DataParallel
-class TheDataParallel(unittest.TestCase):
-    def test_it_trains_as_ddp_does(self):
+class TheDataParallel(TestCase):
+    def test_nn_dataparallel_trains_as_ddp_does(self):
         options = f"{SMALL} --micro-batch-size 5 --local-bn"
-        expected, _ = trained(1, options)
+        expected, _ = run_job(options, 1)
 
-        out, _ = trained(1, f"{options} --parallel dp")
+        out, _ = run_job(f"{options} --parallel dp", 1)
 
         # On several GPUs, each GPU has BatchNorm statistics of its own.
         assert_close(numbers_of(out), numbers_of(expected), tolerance=0.1 if GPUS > 1 else 1e-3)
 
 
 # ---- The command line
-class TheCommandLine(unittest.TestCase):
+class TheCommandLine(TestCase):
     def test_what_cannot_work_is_refused_in_one_line_that_says_why(self):
         from_1 = "nproc-per-node epochs global-batch-size micro-batch-size checkpoint-every "
         from_1 += "log-every timeout num-samples length"
@@ -1007,17 +1036,17 @@ def write_programs(folder):
 
 
 def changed_job(path, options):
-    """Run one rank of a job from a changed copy of ddp_reference.py, which replaces all names."""
-    return job(options, None, runpy.run_path(str(path)))
+    """Run one rank of a job. The names of a changed copy of ddp_reference.py replace the file's."""
+    return job_on_rank(options, None, runpy.run_path(str(path)))
 
 
-class TheReadme(Test):
+class TheReadme(TestInFolder):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         write_programs(cls.folder)
 
-    def test_the_sides_of_its_diffs_train_the_same(self):
+    def test_both_sides_of_the_readmes_diffs_train_the_same(self):
         environ = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NVIDIA_TF32_OVERRIDE": "0"}
         if GPUS < 2:
             environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
@@ -1032,7 +1061,7 @@ class TheReadme(Test):
         nets = [torch.load(path, map_location="cpu") for path in self.folder.glob("*/model.pt")]
         assert_close(nets, [nets[0]] * 3)
 
-    def test_its_own_jobs_train_the_same_on_one_and_three_processes(self):
+    def test_the_readmes_own_jobs_train_the_same_on_one_and_three_processes(self):
         for name in ("my_job.py", "regression.py"):
             arguments = changed_job, self.folder / name, "--epochs 2 --length 64"
             one, three = (numbers_of(on_ranks(size, *arguments)[0]) for size in (1, 3))
@@ -1040,7 +1069,7 @@ class TheReadme(Test):
             assert_close(three, one, tolerance=1e-3)
             self.assertEqual(len(one), 2)
 
-    def test_its_exercises_can_be_made_in_the_file(self):
+    def test_the_readmes_exercises_can_be_made_in_the_file(self):
         [exercises] = blocks("Review exercises")
 
         patched(SOURCE, exercises)
@@ -1055,7 +1084,7 @@ def main():
     skipped = len(result.skipped)
     passed = max(0, result.testsRun - failed - skipped)
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
-    sys.exit(failed > 0 or not passed)  # -k NAME may be mistyped
+    sys.exit(failed > 0 or not passed)  # NAME in -k NAME may be mistyped.
 
 
 if __name__ == "__main__":
