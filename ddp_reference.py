@@ -230,7 +230,7 @@ class DistributedSampler(Sampler):
         if not self.shuffle:
             return range(len(self.dataset))
         if self.was_read:  # torch's sampler says nothing: pytorch/pytorch#31771.
-            warnings.warn(f"epoch {self.epoch} again: call set_epoch(epoch)", stacklevel=3)
+            warnings.warn(f"epoch {self.epoch} again: call set_epoch(epoch)")
         self.was_read = True
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator, dtype=torch.int32)
@@ -565,10 +565,11 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert_batch_norm(net):
-    """Turn a net's BatchNorm layers, in place, into BatchNorm over all ranks. DDP wraps it later.
+    """Turn the BatchNorm layers of a net into BatchNorm over all ranks, before DDP wraps the net.
 
-    Parameters stay the same tensors. Subclasses of BatchNorm and layers without running statistics
-    stay as they are. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm() does nearly the same.
+    The net is changed in place, and its parameters stay the same tensors. Subclasses of BatchNorm
+    and layers without running statistics stay as they are. On GPUs
+    nn.SyncBatchNorm.convert_sync_batchnorm() does nearly the same.
     """
     for layer in net.modules():
         is_batch_norm = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

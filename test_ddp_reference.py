@@ -467,8 +467,8 @@ def on_ranks(world_size, function, *args):
     args lie in memory that all ranks share. If a rank raises, the others are ended, and this
     function raises mp.ProcessRaisedException.
     """
-    # The processes are forked from one that has imported torch. The first optimizer of a process
-    # imports torch._dynamo.
+    # The processes are forked from one that has imported what takes long. torch._dynamo is what the
+    # first optimizer of a process would import.
     mp.set_forkserver_preload(["unittest.mock", "ddp_reference", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         call = world_size, folder, function, args
@@ -479,8 +479,8 @@ def on_ranks(world_size, function, *args):
 def device():
     """Return the device of this rank."""
     if dist.get_backend() == "nccl":
-        return torch.device("cuda", dist.get_rank())
-    return torch.device("cpu")
+        return f"cuda:{dist.get_rank()}"
+    return "cpu"
 
 
 def job_on_rank(options, stop_at, replacements):
@@ -496,6 +496,7 @@ def job_on_rank(options, stop_at, replacements):
     def set_or_stop(*args):
         if next(steps) == stop_at:
             raise InterruptedError
+        assert signal.alarm(300) > 300  # For each step watched() has set the alarm to 610 s anew.
         set_rates(*args)
 
     ddp.set_learning_rates = set_or_stop
@@ -510,8 +511,8 @@ def run_job_in_parts(options, *runs, **replacements):
     """Run a job in several runs (world_size, stop_at): return what rank 0 printed, and the net.
 
     run_job_in_parts("--epochs 2", (4, 3), (2, None)) makes two steps on four ranks, and all others
-    on two.
-    The net is the state_dict in the last checkpoint, which is written after each step.
+    on two ranks. stop_at counts the steps of its own run. The net is the state_dict in the last
+    checkpoint, which is written after each step.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = f"--checkpoint-every 1 --checkpoint {folder}/ck {options}"
@@ -602,7 +603,7 @@ class TheSampler(TestCase):
         sampler = ddp.DistributedBatchSampler(ddp.DistributedSampler(range(5), 2, 0), 5)
         list(sampler)
 
-        with self.assertWarnsRegex(UserWarning, r"call set_epoch\(epoch\)"):
+        with self.assertWarnsRegex(UserWarning, r"epoch 0 again: call set_epoch\(epoch\)"):
             list(sampler)
 
     def test_an_empty_dataset_and_a_step_with_fewer_samples_than_ranks_are_errors(self):
