@@ -17,21 +17,23 @@ Which tests watch over what (`bash run.sh test -k Lesson3 -k TheStep` runs both)
 
     DistributedSampler, DistributedBatchSampler     Lesson1, Lesson2, TheSampler
     train_step, run_micro_batch                     Lesson3, Lesson6, TheStep, TheDataParallel
-    evaluate                                        Lesson4, TheStep, TheJob
-    convert_batch_norm, GlobalBatchNorm             Lesson5, Lesson6
-    train, make_loaders, SeededItems                Lesson6, TheJob
-    data_parallel                                   Lesson6, TheDataParallel
-    save_checkpoint, resume                         Lesson6, TheCheckpoint
     batch_sums                                      Lesson3, Lesson4, Lesson6
-    set_learning_rates, make_task                   TheJob, TheProcesses
-    run_rank, launch, watched, end_with_parent      TheProcesses
-    ShardDataset                                    TheShards
-    parse_args                                      TheCommandLine
+    evaluate                                        Lesson4, TheStep, TheJob
+    convert_batch_norm, its layers                  Lesson5, Lesson6
+    train, make_loaders, SeededItems                Lesson6, TheJob
+    seed_generators                                 Lesson6, TheStep
+    data_parallel                                   Lesson6, TheDataParallel
+    save_checkpoint, resume                         Lesson6, TheCheckpoint, TheJob
+    SyntheticDataset, ConvNet, make_task            TheProcesses, TheJob
+    run_rank, launch, watched, end_with_parent      TheProcesses, Lesson6 (the alarm of watched)
+    ShardDataset, read_index, decode_npy            TheShards
+    make_parser, parse_args                         TheCommandLine, TheJob
     the README's diffs, programs and exercises      TheReadme, which quotes lines of the file
 
 To add a test, write what a rank does as a function at the top level, call it with on_ranks(), and
-put both where the function under test stands. If it is a new option of a step, put the option into
-OPTIONS of Lesson 6 and into plain_loop() instead: that tests it on any number of processes.
+put both into the section of this file that the table names. A new option of training goes into
+OPTIONS of Lesson 6 and into plain_loop(), which tests it on any number of processes, and into the
+lists of options in TheJob (whose number of options grows) and in TheCommandLine.
 """
 
 import contextlib
@@ -88,11 +90,12 @@ batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 # the indices that PyTorch's sampler gives it. DistributedBatchSampler deals out steps: a step has
 # the same samples on any number of ranks, also when a job resumes in the middle of an epoch. To
 # break the file, replace `begin + rank` by `begin` in DistributedBatchSampler. Then every rank
-# reads the samples of rank 0, and the second test says that two lists differ.
+# reads the samples of rank 0, and the test of steps says that two lists differ.
 class Lesson1Sampler(TestCase):
     def test_the_indices_are_those_of_pytorchs_sampler(self):
         cases = itertools.product(range(20), range(1, 8), (True, False), (True, False))
-        large = 70000, 2, True, False  # Our permutation is of int32, PyTorch's of int64.
+        # More than 2**16 samples: our permutation is of int32, PyTorch's of int64.
+        large = 70000, 2, True, False
         for num_samples, num_replicas, shuffle, drop_last in [large, *cases]:
             for rank in range(num_replicas):
                 # All arguments of the samplers in their order. The seed is 7.
@@ -188,11 +191,11 @@ class Lesson2Experiments(TestCase):
 
 # ---- Lesson 3: a step (train_step)
 # Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
-# have unequal numbers of labels. DDP alone averages the ranks' gradients, so that a label counts
-# for more on a rank with few labels. To break the file, replace `dist.get_world_size()` by 1 in
-# train_step(). Then the parameters differ from those of one process: the ranks still agree with
-# each other, but all of them have made too small a step. The README's second review exercise breaks
-# the weights of the labels.
+# have unequal numbers of labels and compute their shares in micro-batches. DDP alone averages the
+# ranks' gradients, so that a label counts for more on a rank with few labels. To break the file,
+# replace `dist.get_world_size()` by 1 in train_step(). Then the parameters differ from those of one
+# process: the ranks still agree with each other, but all of them have made too small a step. After
+# the change of the README's second review exercise, a label counts differently on each rank.
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
 
@@ -205,11 +208,12 @@ def plain_net():
 
 
 class Ragged(ddp.SyntheticDataset):
-    """Signals of which from none to all labels are ignored. Ragged(12, 40): 12 signals of 40."""
+    """Signals; of each, none, some or all labels are ignored. Ragged(12, 40): 12 signals of 40."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        # cross_entropy() ignores -100. Of 40 labels it ignores 0, 17, 34, and then all, five times.
+        # cross_entropy() ignores -100. Of 40 labels it ignores 0, 17 and 34 in the first three
+        # signals, and all in the next five.
         y[: index * 17 % 120] = -100
         return x, y
 
@@ -237,8 +241,8 @@ def step_on_rank(x, y, num_micro_batches):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     xs = x[rank::world_size].tensor_split(num_micro_batches)
     ys = y[rank::world_size].tensor_split(num_micro_batches)
-    # An infinite norm clips nothing. It is there for TheStep, which runs this step, too.
-    sums = ddp.train_step(model, optimizer, list(zip(xs, ys)), (0,), clip_grad_norm=math.inf)
+    # math.inf is clip_grad_norm. It clips nothing, but TheStep checks that clipping does not wait.
+    sums = ddp.train_step(model, optimizer, list(zip(xs, ys)), (0,), math.inf)
     return net.state_dict(), sums
 
 
@@ -300,9 +304,10 @@ class Lesson4Evaluation(TestCase):
 def run_layers(convert, layers, x, gradient):
     """Run layers forward and backward on this rank's part of x and of the gradient of the output.
 
-    A part is of consecutive samples, so that torch.cat() joins the outputs of the ranks. Returns
-    (output, gradient of x, state). The state has the gradients of the parameters, summed up over
-    the ranks, and the buffers.
+    convert: whether convert_batch_norm() changes the layers. A part is of consecutive samples, so
+    that torch.cat() joins the outputs of the ranks. Returns (output, gradient of x, state). The
+    state has the gradients of the parameters, summed up over the ranks, then the buffers, and the
+    output for zeros in eval mode.
     """
     layers = copy.deepcopy(layers).to(device())  # What on_ranks() passes lies in shared memory.
     if convert:
@@ -315,7 +320,7 @@ def run_layers(convert, layers, x, gradient):
     state = [parameter.grad for parameter in layers.parameters()]
     for parameter_gradient in state:
         dist.all_reduce(parameter_gradient)
-    state.extend(layers.buffers())
+    state += [*layers.buffers(), layers.eval()(0 * x[:1])]
     return output, x.grad, state
 
 
@@ -325,7 +330,7 @@ class Lesson5BatchNorm(TestCase):
         layers = nn.Sequential(
             nn.BatchNorm2d(3, eps=0.01, momentum=0.3),
             nn.Flatten(),
-            # This layer has no weights, unless it becomes nn.SyncBatchNorm.
+            # Without weights, but not on GPUs: nn.SyncBatchNorm without weights is untried.
             nn.BatchNorm1d(12, affine=GPUS > 0, momentum=None),
         )
         [(output, x_gradient, state)] = on_ranks(1, run_layers, False, layers, x, gradient)
@@ -346,7 +351,7 @@ class Lesson5BatchNorm(TestCase):
 # an exception between two steps; in TheProcesses a job is killed. To break the file, leave out
 # `optimizer.load_state_dict` in resume(). Then the jobs that were stopped differ.
 class Augmented(Ragged):
-    """Signals of Ragged, scaled by random numbers from all three generators."""
+    """Signals of Ragged, scaled by random numbers from PyTorch, NumPy and Python."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -361,7 +366,7 @@ def set_warm_up(optimizer, args, epochs):
 
 
 def make_augmented_task(args, device):
-    """Return the task of this lesson. In micro-batches BatchNorm would train something else."""
+    """Return the task of this lesson. With micro-batches the net has no BatchNorm."""
     net = plain_net() if args.micro_batch_size else ddp.ConvNet()
     first, *others = net.to(device).parameters()
     groups = [{"params": [first]}, {"params": others}]
@@ -421,7 +426,7 @@ class Lesson6NumberOfProcesses(TestCase):
     def test_on_two_processes_a_stopped_job_ends_with_the_bits_of_one_that_was_not(self):
         expected_out, expected = run_job(self.OPTIONS, 2, **self.REPLACEMENTS)
 
-        # The second run ends the first epoch. The third prints the line of that epoch again.
+        # The second run prints the line of epoch 0, and the third prints it again.
         out, net = run_job_in_parts(self.OPTIONS, (2, 3), (2, 3), (2, None), **self.REPLACEMENTS)
 
         tolerance = 1e-3 if GPUS >= 2 else 0  # Whether GPUs give the same bits is untried.
@@ -449,7 +454,7 @@ def as_rank(rank, world_size, folder, function, args):
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(
         backend,
-        timeout=datetime.timedelta(minutes=2),  # A rank may miss a collective.
+        timeout=datetime.timedelta(minutes=2),  # if a rank leaves out a collective
         store=store,
         rank=rank,
         world_size=world_size,
@@ -496,7 +501,9 @@ def job_on_rank(options, stop_at, replacements):
     def set_or_stop(*args):
         if next(steps) == stop_at:
             raise InterruptedError
-        assert signal.alarm(300) > 300  # For each step watched() has set the alarm to 610 s anew.
+        # Between two steps watched() must set the alarm from 300 s, which this line sets, to 610 s.
+        # alarm() returns the seconds that were left.
+        assert signal.alarm(300) > 300
         set_rates(*args)
 
     ddp.set_learning_rates = set_or_stop
@@ -548,7 +555,7 @@ if __name__ == "__main__":
 
 
 class TestInFolder(TestCase):
-    """A test case with a folder and with programs."""
+    """A test case with a temporary folder, which can start programs below it."""
 
     @classmethod
     def setUpClass(cls):
@@ -575,7 +582,7 @@ class TestInFolder(TestCase):
 
         start_job("--epochs 1", "fail_on_rank_1") starts a job that fails, because train() calls
         fail_on_rank_1() before each step. The ranks are spawned: they import the program again,
-        and so have the function, too.
+        and so have the function, too. launcher: what follows `python`, such as TORCHRUN.
         """
         path = cls.folder / f"{before_step}.py"
         path.write_text(PROGRAM.format(before_step))
@@ -653,7 +660,7 @@ class TheStep(TestCase):
             self.assertEqual(names.count("c10d.allreduce_.default"), 2)  # gradients, and sums
             self.assertNotIn("aten._local_scalar_dense.default", names)  # what .item() calls
 
-    def test_ranks_and_steps_draw_numbers_of_their_own_and_evaluation_uses_amp(self):
+    def test_ranks_and_steps_draw_random_numbers_of_their_own_and_evaluation_uses_amp(self):
         # With a loader worker, nothing but train_step() seeds the generators of the rank.
         options = f"{SMALL} --global-batch-size 11 --micro-batch-size 3 --amp --num-workers 1"
         ranks = on_ranks(2, job_on_rank, options, None, {"batch_sums": printing_sums})
@@ -678,12 +685,12 @@ def save(path, progress):
 
 
 def nan_gradient(output, y):
-    """A loss of 0 whose gradient is not a number."""
+    """In place of batch_sums(): a loss of 0 whose gradient is not a number."""
     return (0 * output.sum()).sqrt(), 0, len(y)
 
 
 def job_with_a_file_of_rank_0(options):
-    """Run one rank of a job. The options end with the path of a file that only rank 0 finds."""
+    """Run one rank of a job. The options end with the path of a file. Rank 1 adds a 1 to it."""
     job_on_rank(f"{options}{dist.get_rank() or ''}", None, {})
 
 
@@ -756,16 +763,17 @@ class Clock:
 
 
 class TheJob(TestInFolder):
-    def test_each_option_changes_what_is_trained(self):
+    def test_each_option_of_training_changes_the_net(self):
         options = "epochs 1|global-batch-size 9|micro-batch-size 1|lr 0.1|local-bn|amp|"
         options += "clip-grad-norm 0.01|seed 1|num-samples 40|length 65|epochs 2"
         weights = set()
         for option in options.split("|"):
-            # The last step of an epoch is saved, too. Otherwise jobs of two steps save nothing.
+            # The last step of an epoch is saved, too. Otherwise there would be no file, because an
+            # epoch has two steps.
             _, net = run_job(f"{SMALL} --checkpoint-every 3 --{option}", 2)
             weights.add(net["0.weight"].sum().item())
 
-        self.assertEqual(len(weights), 11)  # one for each option
+        self.assertEqual(len(weights), 11)  # ten options, and two epochs: the unchanged job
 
     def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
         # With a learning rate of 0 the net stays what it is, and its numbers are known.
@@ -807,7 +815,10 @@ def write_shard(path, *members):
 
 
 def members_of(dataset):
-    """Return members for the samples of a dataset, with long names and other members between."""
+    """Return three members for each sample of a dataset, with long names, after two other members.
+
+    The names of folders hold a dot, as in v1.0/.
+    """
     members = [("README", b"no sample"), (".hidden.x.npy", b"no sample")]
     for number, (x, y) in enumerate(dataset):
         name = "long/" * 30 + f"v1.{number // 10}/{number % 10}"
@@ -818,10 +829,10 @@ def members_of(dataset):
 
 
 class TheShards(TestInFolder):
-    def test_training_from_shards_is_that_from_their_samples_also_after_a_stop(self):
+    def test_training_from_shards_is_training_from_their_samples_also_after_a_stop(self):
         a, b = self.folder / "a.tar", self.folder / "b.tar"
         members = members_of(ddp.SyntheticDataset(44, 64))
-        write_shard(a, *members[:32])
+        write_shard(a, *members[:32])  # two other members, and those of ten samples
         write_shard(b, *members[32:])
         options = f"{SMALL} --shards {a} {b} --val-shards {b}"
         _, expected = run_job(SMALL, 1)
@@ -879,7 +890,7 @@ def sleep_on_rank_0(optimizer, args, epochs):
 
 
 def kill_in_the_second_epoch(optimizer, args, epochs):
-    """Rank 0 is killed, but not after a restart."""
+    """Rank 0 is killed before the second step of the second epoch, but not after a restart."""
     first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first_start and epochs > 1 and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -895,7 +906,8 @@ class TheProcesses(TestInFolder):
         # A shell that runs the tests with & has Ctrl-C ignored, and the jobs would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         two = "--nproc-per-node 2 --backend gloo"
-        cls.temporary = cls.folder / "# and space"  # A URL could not hold this name.
+        # All jobs start now, and run side by side.
+        cls.temporary = cls.folder / "# and space"  # As a part of a URL it would fail.
         cls.temporary.mkdir()
         main_job = f"{shlex.quote(str(HERE / 'ddp_reference.py'))} --length 300"
         cls.main_job = cls.start(main_job, TMPDIR=str(cls.temporary))
@@ -905,7 +917,7 @@ class TheProcesses(TestInFolder):
         save = "--backend gloo --checkpoint-every 1 --checkpoint ck"
         cls.restarted = cls.start_job(save, "kill_in_the_second_epoch", launcher)
 
-    def test_the_main_job_reports_its_epochs_learns_and_leaves_no_file(self):
+    def test_the_main_job_reports_its_epochs_and_learns_and_leaves_no_file(self):
         out, err = finish(self.main_job)
         out = re.sub(r"\[Gloo\].*\n+", "", out)  # PyTorch 2.9 prints such lines between.
 
@@ -1062,7 +1074,7 @@ class TheReadme(TestInFolder):
         nets = [torch.load(path, map_location="cpu") for path in self.folder.glob("*/model.pt")]
         assert_close(nets, [nets[0]] * 3)
 
-    def test_the_readmes_own_jobs_train_the_same_on_one_and_three_processes(self):
+    def test_the_readmes_example_jobs_train_the_same_on_one_and_three_processes(self):
         for name in ("my_job.py", "regression.py"):
             arguments = changed_job, self.folder / name, "--epochs 2 --length 64"
             one, three = (numbers_of(on_ranks(size, *arguments)[0]) for size in (1, 3))
@@ -1070,7 +1082,7 @@ class TheReadme(TestInFolder):
             assert_close(three, one, tolerance=1e-3)
             self.assertEqual(len(one), 2)
 
-    def test_the_readmes_exercises_can_be_made_in_the_file(self):
+    def test_the_readmes_exercises_fit_the_file(self):
         [exercises] = blocks("Review exercises")
 
         patched(SOURCE, exercises)
