@@ -281,8 +281,7 @@ def evaluation_on_rank(num_samples):
 
 def evaluation_of_one_process(net, num_samples):
     """Return [loss, accuracy] over all samples as one batch, in plain PyTorch."""
-    x, y = ragged_batch(num_samples)
-    _, sums = loss_and_sums(net, x, y)
+    _, sums = loss_and_sums(net, *ragged_batch(num_samples))
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -648,7 +647,7 @@ def printing_sums(output, y):
     print(
         output.requires_grad, torch.is_autocast_enabled(output.device.type), output.dtype, end=" "
     )
-    print(len(y), torch.rand(()).item(), np.random.rand(), random.random())
+    print(len(y), torch.rand(1, device=y.device).item(), np.random.rand(), random.random())
     return batch_sums(output, y)
 
 
