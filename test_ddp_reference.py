@@ -786,7 +786,7 @@ class TheJob(TestInFolder):
 
         numbers = evaluation_of_one_process(plain_net(), 44)
         numbers += evaluation_of_one_process(plain_net(), 25)
-        assert_close(numbers_of(out), [[0.0, *numbers], [1.0, *numbers]], tolerance=1e-3)
+        assert_close(numbers_of(out), [[0.0, *numbers], [1.0, *numbers]], 1e-3)
         self.assertIn("epoch 0, 20 samples read\n", out)
         told = re.findall(r"epoch (\d) \| (\d+)/44 samples \| loss \d\.\d{4}\n", out)
         self.assertEqual(told, [("0", "32"), ("0", "44"), ("1", "12"), ("1", "24"), ("1", "36")])
@@ -935,12 +935,24 @@ class TheProcesses(TestInFolder):
         self.assertRegex(err, rf"ValueError: {threads} threads on {LOOPBACK}\s+$")
         self.assertEqual(err.count("Traceback"), 1)
 
+    def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
+        endless = "--epochs 100000 --log-every 1 --nproc-per-node 1"
+        launchers = [self.start_job(endless), self.start_job(f"{endless} --num-workers 1")]
+        ends = (signal.SIGINT, 130), (signal.SIGKILL, -9)
+        for launcher, (signal_number, status) in zip(launchers, ends):
+            while not launcher.stdout.readline().startswith("epoch"):
+                self.assertIsNone(launcher.poll())
+
+            launcher.send_signal(signal_number)
+
+            finish(launcher, status)
+
     def test_torchrun_restarts_a_job_of_which_a_rank_was_killed(self):
         out, _ = finish(self.restarted)
         expected, _ = run_job(SMALL, 1)
 
         self.assertIn("epoch 1, 22 samples read\n", out)
-        assert_close(numbers_of(out)[-1], numbers_of(expected)[-1], tolerance=1e-3)
+        assert_close(numbers_of(out)[-1], numbers_of(expected)[-1], 1e-3)
 
     def test_when_a_rank_hangs_all_ranks_print_their_stacks_and_the_job_ends(self):
         _, err = finish(self.sleeping, status=1)
@@ -950,19 +962,6 @@ class TheProcesses(TestInFolder):
         stacks = rf"(?m)^Timeout \(0:00:03\){stack}Timeout \(0:00:05\.500000\){stack}"
         self.assertRegex(err, stacks)
         self.assertRegex(err, r"test_ddp_reference.py.* in sleep_on_rank_0(?s:.*) SIGALRM\n$")
-
-    def test_when_the_launcher_alone_is_ended_ranks_and_loader_workers_end(self):
-        endless = "--epochs 100000 --log-every 1 --nproc-per-node 1 --num-workers"
-        launchers = [self.start_job(f"{endless} {num_workers}") for num_workers in (0, 1)]
-        for launcher, signal_number, status in zip(
-            launchers, (signal.SIGINT, signal.SIGKILL), (130, -9)
-        ):
-            while not launcher.stdout.readline().startswith("epoch"):
-                self.assertIsNone(launcher.poll())
-
-            launcher.send_signal(signal_number)
-
-            finish(launcher, status)
 
 
 # ---- nn.DataParallel
@@ -1078,7 +1077,7 @@ class TheReadme(TestInFolder):
             arguments = changed_job, self.folder / name, "--epochs 2 --length 64"
             one, three = (numbers_of(on_ranks(size, *arguments)[0]) for size in (1, 3))
 
-            assert_close(three, one, tolerance=1e-3)
+            assert_close(three, one, 1e-3)
             self.assertEqual(len(one), 2)
 
     def test_the_readmes_exercises_fit_the_file(self):
