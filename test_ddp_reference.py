@@ -22,18 +22,23 @@ Which tests watch over what (`bash run.sh test -k Lesson3 -k TheStep` runs both)
     convert_batch_norm, its layers                  Lesson5, Lesson6
     train, make_loaders, SeededItems                Lesson6, TheJob
     seed_generators                                 Lesson6, TheStep
-    data_parallel                                   Lesson6, TheDataParallel
+    set_learning_rates, make_task, the data         TheJob, TheProcesses
+    data_parallel                                   Lesson6, TheDataParallel, TheJob
     save_checkpoint, resume                         Lesson6, TheCheckpoint, TheJob
-    SyntheticDataset, ConvNet, make_task            TheProcesses, TheJob
-    run_rank, launch, watched, end_with_parent      TheProcesses, Lesson6 (the alarm of watched)
+    run_rank, launch, watched, end_with_parent      TheProcesses
+    watched: the alarm is set anew for each step    job_on_rank(), so all classes that run jobs
     ShardDataset, read_index, decode_npy            TheShards
     make_parser, parse_args                         TheCommandLine, TheJob
-    the README's diffs, programs and exercises      TheReadme, which quotes lines of the file
+    the README's diffs, programs and exercises      TheReadme
+
+The README quotes lines of the file. If you change such a line, TheReadme fails until you change it
+in the README, too.
 
 To add a test, write what a rank does as a function at the top level, call it with on_ranks(), and
-put both into the section of this file that the table names. A new option of training goes into
-OPTIONS of Lesson 6 and into plain_loop(), which tests it on any number of processes, and into the
-lists of options in TheJob (whose number of options grows) and in TheCommandLine.
+put both into the section of this file that the table names. A job that fails or hangs is started
+in TheProcesses. A new option of training goes into OPTIONS of Lesson 6 and into plain_loop(), or
+into loss_and_sums() if it changes the loss: that tests it on any number of processes. It also goes
+into the lists of options in TheJob (whose number of options grows) and in TheCommandLine.
 """
 
 import contextlib
@@ -81,7 +86,7 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restarts
 logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")
 SMALL = "--num-samples 44 --length 64 --epochs 2"  # An epoch has two steps of 22 samples.
 TORCHRUN = "-m torch.distributed.run --local-addr=127.0.0.1 --standalone --nproc-per-node=2"
-# These are the originals, for the functions below that replace them and call them.
+# These are the originals, for jobs in which functions of this file replace them.
 batch_sums, set_learning_rates = ddp.batch_sums, ddp.set_learning_rates
 
 
@@ -500,8 +505,8 @@ def job_on_rank(options, stop_at, replacements):
     def set_or_stop(*args):
         if next(steps) == stop_at:
             raise InterruptedError
-        # Between two steps watched() must set the alarm from 300 s, which this line sets, to 610 s.
-        # alarm() returns the seconds that were left.
+        # Since the last step watched() must have set the alarm anew: some 610 s are left, which are
+        # --timeout and 10 s. Otherwise at most 300 s are left, which this line has set.
         assert signal.alarm(300) > 300
         set_rates(*args)
 
@@ -639,14 +644,12 @@ def operators_of_a_step():
 
 
 def printing_sums(output, y):
-    """batch_sums(), which first prints what a step may change.
+    """batch_sums(), which first prints in what state it is called.
 
-    That is: are gradients and autocast on, the type of the output, how many samples, three random
-    numbers.
+    That is: whether gradients and autocast are on, the type of the output, the number of samples,
+    and three random numbers.
     """
-    print(
-        output.requires_grad, torch.is_autocast_enabled(output.device.type), output.dtype, end=" "
-    )
+    print(output.requires_grad, torch.is_autocast_enabled(y.device.type), output.dtype, end=" ")
     print(len(y), torch.rand(1, device=y.device).item(), np.random.rand(), random.random())
     return batch_sums(output, y)
 
@@ -689,7 +692,7 @@ def nan_gradient(output, y):
 
 
 def job_with_a_file_of_rank_0(options):
-    """Run one rank of a job. The options end with the path of a file. Rank 1 adds a 1 to it."""
+    """Run one rank of a job. The options end with a path. Rank 1 appends a 1 to this path."""
     job_on_rank(f"{options}{dist.get_rank() or ''}", None, {})
 
 
@@ -767,8 +770,8 @@ class TheJob(TestInFolder):
         options += "clip-grad-norm 0.01|seed 1|num-samples 40|length 65|epochs 2"
         weights = set()
         for option in options.split("|"):
-            # The last step of an epoch is saved, too. Otherwise there would be no file, because an
-            # epoch has two steps.
+            # These 3 steps replace the 1 of run_job(). Most of the jobs have two steps in an epoch.
+            # They leave a file because the last step of an epoch is saved, too.
             _, net = run_job(f"{SMALL} --checkpoint-every 3 --{option}", 2)
             weights.add(net["0.weight"].sum().item())
 
@@ -905,7 +908,7 @@ class TheProcesses(TestInFolder):
         # A shell that runs the tests with & has Ctrl-C ignored, and the jobs would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         two = "--nproc-per-node 2 --backend gloo"
-        # All jobs start now, and run side by side.
+        # These jobs start now, and run side by side.
         cls.temporary = cls.folder / "# and space"  # As a part of a URL it would fail.
         cls.temporary.mkdir()
         main_job = f"{shlex.quote(str(HERE / 'ddp_reference.py'))} --length 300"
@@ -1026,6 +1029,7 @@ def patched(source, diff):
     """Apply a diff, whose hunks begin with @@. Each must fit at one place of the source."""
     for hunk in re.split(r"(?m)^@@.*\n", diff):
         old, new = side_of(hunk, "-"), side_of(hunk, "+")
+        # If this fails, the README quotes a line that has changed.
         assert not hunk or source.count(old) == 1, hunk
         source = source.replace(old, new)
     return source
@@ -1093,7 +1097,7 @@ def main():
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
     skipped = len(result.skipped)
-    passed = max(0, result.testsRun - failed - skipped)
+    passed = max(0, result.testsRun - failed - skipped)  # More subtests may fail than tests run.
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
     sys.exit(failed > 0 or not passed)  # NAME in -k NAME may be mistyped.
 
