@@ -740,8 +740,7 @@ class TheCheckpoint(TestInFolder):
     def test_a_checkpoint_that_not_all_ranks_find_is_an_error(self):
         on_ranks(1, job_on_rank, self.options, None, {})
 
-        message = f"{self.path}: all machines need the file"
-        with self.assertRaisesRegex(mp.ProcessRaisedException, message):
+        with self.assertRaisesRegex(mp.ProcessRaisedException, f"{self.path}: all machines need"):
             on_ranks(2, job_with_a_file_of_rank_0, self.options)
 
     def test_a_net_that_is_not_finite_is_not_saved(self):
@@ -976,7 +975,7 @@ class TheDataParallel(TestCase):
         out, _ = run_job(f"{options} --parallel dp", 1)
 
         # On several GPUs, each GPU has BatchNorm statistics of its own.
-        assert_close(numbers_of(out), numbers_of(expected), tolerance=0.1 if GPUS > 1 else 1e-3)
+        assert_close(numbers_of(out), numbers_of(expected), 0.1 if GPUS > 1 else 1e-3)
 
 
 # ---- The command line
@@ -1082,12 +1081,11 @@ class TheReadme(TestInFolder):
             one, three = (numbers_of(on_ranks(size, *arguments)[0]) for size in (1, 3))
 
             assert_close(three, one, 1e-3)
-            self.assertEqual(len(one), 2)
 
     def test_the_readmes_exercises_fit_the_file(self):
         [exercises] = blocks("Review exercises")
 
-        patched(SOURCE, exercises)
+        self.assertNotEqual(patched(SOURCE, exercises), SOURCE)
 
 
 def main():
