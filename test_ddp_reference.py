@@ -995,6 +995,7 @@ class TheCommandLine(TestCase):
         """
         for lowest, names in ((1, from_1), (0, "num-workers seed lr clip-grad-norm")):
             for name in names.split():
+                # The lowest number is accepted, and what is below it is refused.
                 ddp.make_parser().parse_args([f"--{name}={lowest}"])
                 for value in (lowest - 1, "nan", "inf", "x"):
                     self.assert_refused(f"--{name}={value}", f"argument --{name}: .*{value}")
