@@ -6,16 +6,19 @@
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
 Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
 rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages the
-gradients over the ranks. Then all ranks make the same optimizer step, so the copies stay equal, and
-the number of ranks changes the time that a training takes, but not its result.
+gradients over the ranks. Then all ranks make the same optimizer step, so the copies stay equal.
+
+The number of ranks changes the time that a training takes, but its result only by rounding. The
+exceptions are dropout, because each rank draws its own masks, and BatchNorm with --local-bn or
+--micro-batch-size, because it sees less than the global batch. A job that was killed continues from
+its checkpoint, on any number of ranks that divides the global batch.
 
 Some calls need every rank: an all-reduce gives each rank the sum of all ranks' tensors, a broadcast
 gives each rank the tensor of rank 0. If one rank skips such a call, the others wait until a timeout
-ends the job. The comment RANKS MEET marks each line at which all ranks must arrive, even where the
-call is hidden inside another one. RANKS DIFFER marks each line in which ranks do different things.
+ends the job. The comment RANKS MEET marks each such call, even where another one hides it. The
+comment RANKS DIFFER marks each line in which ranks do different things.
 
-Chapters 1 to 5 are data-parallel training. Each of the chapters 6 to 10 is used by a few of their
-lines, and can be read when you come to such a line.
+Chapters 1 to 5 are data-parallel training. Chapters 6 to 10 are read when a line needs them.
 """
 
 import argparse
@@ -47,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 # ---- 1. Your task: the data, the net, the loss, the learning rate. Change this chapter.
 class SyntheticDataset(Dataset):
-    """Random signals x, float32 (3, length). Labels y, int64 (length,): the largest channel."""
+    """Random signals x, float32 (3, length). Labels y, int64 (length,): argmax of smoothed x."""
 
     def __init__(self, num_samples, length, seed):
         self.num_samples = num_samples
@@ -58,7 +61,7 @@ class SyntheticDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index):
-        # Item i depends on (seed, i) alone, so it does not matter which rank reads it.
+        # An item depends on (seed, index) alone. The hash of integers is the same in each process.
         generator = torch.Generator().manual_seed(hash((self.seed, index)))
         x = torch.randn(3, self.length, generator=generator)
         return x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=0).indices
@@ -111,18 +114,19 @@ def make_task(args, device):
         train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
         val_set = SyntheticDataset(25, args.length, args.seed + 1)
     net = ConvNet().to(device)
-    return train_set, val_set, net, torch.optim.Adam(net.parameters())
+    return train_set, val_set, net, torch.optim.Adam(net.parameters())  # train() sets its rates.
 
 
 # ---- 2. Which samples a rank reads
 class DistributedSampler(Sampler):
-    """The indices that one rank reads in an epoch: those of torch.utils.data.DistributedSampler.
+    """PyTorch's DistributedSampler, which can also continue in the middle of an epoch.
 
-    Every rank draws the same permutation from seed + epoch, so no rank has to ask another. Rank r
-    of W reads the positions r, r + W, r + 2W, ... of it. If its loader makes batches of B / W, the
-    k-th batches of all ranks are together the positions kB to kB + B - 1, whatever W is: a step has
-    the same samples on any number of ranks. PyTorch calls W num_replicas. If W does not divide the
-    dataset, the first samples are repeated at the end; with drop_last the last ones are left out.
+    Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. Every
+    rank draws the same permutation from seed + epoch, so no rank has to ask another. Rank r reads
+    its positions r, r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches
+    of all ranks are together the positions kB to kB + B - 1: on any number of ranks a step has the
+    same samples. If W does not divide the dataset, the first samples are repeated at the end; with
+    drop_last the last ones are left out.
     """
 
     def __init__(
@@ -132,13 +136,13 @@ class DistributedSampler(Sampler):
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        repeated = 0 if drop_last else self.num_replicas - 1  # at most so many samples
-        self.num_samples = (len(dataset) + repeated) // self.num_replicas
+        round_up = 0 if drop_last else self.num_replicas - 1
+        self.num_samples = (len(dataset) + round_up) // self.num_replicas
         self.total_size = self.num_samples * self.num_replicas
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the order of this epoch, and skip what all ranks together have read of it."""
+        """Choose the order of this epoch. samples_read: how many all ranks have read of it."""
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
@@ -156,7 +160,7 @@ class DistributedSampler(Sampler):
             permutation = torch.randperm(len(order), generator=generator, dtype=torch.int32)
             order = memoryview(permutation.numpy())  # 4 bytes a sample. A list has 36.
         for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
-            yield order[position % len(order)]  # RANKS DIFFER
+            yield order[position % len(order)]  # RANKS DIFFER in the position.
 
 
 # ---- 3. A step, and evaluation
@@ -171,9 +175,9 @@ def forward(model, batch, amp):
 def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, amp=False):
     """Make one optimizer step from this rank's share of the global batch.
 
-    The gradient is that of the mean loss over all labels of the global batch. The share is computed
-    in micro-batches, which save memory. All ranks must have equally many of them. Returns the
-    batch_sums() of the global batch, without waiting for a GPU.
+    The gradient is that of the mean loss over all labels of the global batch. To save memory, the
+    share is computed in micro-batches, equally many on each rank. Returns the batch_sums() of the
+    global batch, without waiting for a GPU.
     """
     micro_batches = list(zip(*(tensor.split(micro_batch_size) for tensor in batch)))
     total = 0
@@ -186,8 +190,8 @@ def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, a
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # DDP has divided the sum of the ranks' gradients by the world size. The gradient of the mean
-    # over all labels is this sum divided by their number: huggingface/transformers#34242.
+    # DDP has left the sum of the ranks' gradients divided by the world size. Wanted is the sum
+    # divided by the number of labels: huggingface/transformers#34242.
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # one kernel for all gradients
@@ -200,9 +204,9 @@ def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, a
 
 @torch.no_grad()
 def evaluate(net, batches, amp=False):
-    """Return the means of METRICS over the batches of all ranks. net: without its DDP wrapper."""
+    """Return the means of METRICS over the batches of all ranks. net: without DDP's wrapper."""
     for buffer in net.buffers():  # With --local-bn each rank has statistics of its own.
-        dist.broadcast(buffer, src=0)  # RANKS MEET
+        dist.broadcast(buffer, src=0)  # RANKS MEET, but not below: they may have unequal batches.
     net.eval()
     total = torch.zeros(1 + len(METRICS), dtype=torch.float64).to(next(net.parameters()).device)
     for batch in batches:
@@ -221,16 +225,16 @@ def train(args, device):
     """Train and evaluate. Every rank runs this function."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    share = args.global_batch_size // world_size  # the samples of a step that this rank reads
-    split_size = args.micro_batch_size or share
+    share = args.global_batch_size // world_size  # main() has refused what does not divide.
+    micro_size = args.micro_batch_size or share
     seed_generators(args.seed)  # All ranks make the same net.
     train_set, val_set, net, optimizer = make_task(args, device)
     if not args.local_bn:
-        convert_batch_norm(net)
+        convert_batch_norm(net)  # chapter 8
 
     train_items = SeededItems(train_set, args.seed)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    # Starting workers takes seconds, so they persist from epoch to epoch.
+    # Starting workers takes seconds, so they persist. end_with_parent() is in chapter 9.
     options = {"num_workers": args.num_workers, "persistent_workers": args.num_workers > 0}
     options |= {"worker_init_fn": end_with_parent, "pin_memory": device.type == "cuda"}
     loader = DataLoader(train_items, share, sampler=sampler, drop_last=True, **options)
@@ -238,13 +242,13 @@ def train(args, device):
         raise ValueError("--global-batch-size is larger than the training set")
     # A DistributedSampler would repeat samples, and so falsify the means: pytorch/pytorch#25162.
     val_share = range(rank, len(val_set), world_size)  # RANKS DIFFER
-    val_loader = DataLoader(val_set, split_size, sampler=val_share, **options)
+    val_loader = DataLoader(val_set, micro_size, sampler=val_share, **options)
 
     identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {type(optimizer)=}"
-    # samples_read: how many samples of the epoch all ranks have read; sums: their batch_sums().
+    # samples_read: of this epoch, by all ranks. sums: their batch_sums(). Both survive a kill.
     start, samples_read, sums = resume(args.checkpoint, identity, net, optimizer)  # RANKS MEET
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    model.broadcast_buffers = False  # In training all ranks' buffers are equal. See evaluate().
+    model.broadcast_buffers = False  # evaluate() does so. The argument is deprecated since 2.13.
     if samples_read:
         sums = sums.to(device)
     if rank == 0:  # RANKS DIFFER
@@ -256,15 +260,15 @@ def train(args, device):
             print("nothing is left to do: raise --epochs to go on")
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch, samples_read)  # Otherwise every epoch has the same order.
-        train_items.set_epoch(epoch)
+        train_items.set_epoch(epoch)  # chapter 7
         began = time.perf_counter()
         read_before = samples_read
         model.train()
-        for batch in watched(loader, args.timeout):
+        for batch in watched(loader, args.timeout):  # RANKS MEET in each step.
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, epoch + samples_read / len(train_set))
             seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
-            sums += train_step(model, optimizer, batch, split_size, args.clip_grad_norm, args.amp)
+            sums += train_step(model, optimizer, batch, micro_size, args.clip_grad_norm, args.amp)
             samples_read += args.global_batch_size
             step = samples_read // args.global_batch_size
             if rank == 0:  # RANKS DIFFER
@@ -275,7 +279,7 @@ def train(args, device):
                     progress = epoch, samples_read, sums
                     save_checkpoint(args.checkpoint, identity, net, optimizer, progress)
 
-        means = named(sums[1:] / sums[0])  # This waits for the GPU.
+        means = named(sums[1:] / sums[0])  # This waits for the GPU, so it precedes the clock.
         speed = (samples_read - read_before) / (time.perf_counter() - began)
         val_means = evaluate(net, watched(val_loader, args.timeout), args.amp)  # RANKS MEET
         samples_read, sums = 0, 0
@@ -325,7 +329,7 @@ def main():
         ("--num-workers", int, 0, "processes with which each loader reads"),
         ("--epochs", int, 6, "passes over the training data"),
         ("--global-batch-size", int, 240, "samples in a step, over all ranks"),
-        ("--micro-batch-size", int, None, "samples computed at once; None: a rank's share"),
+        ("--micro-batch-size", int, None, "samples a rank computes at once; None: its share"),
         ("--lr", float, 0.01, "learning rate"),
         ("--clip-grad-norm", float, None, "largest norm of the gradient"),
         ("--seed", int, 0, "of the net, the order and the synthetic data"),
@@ -338,12 +342,12 @@ def main():
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{meaning} [{default}]")
     parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
-    parser.add_argument("--local-bn", action="store_true", help="BatchNorm of each rank's own")
+    parser.add_argument("--local-bn", action="store_true", help="BatchNorm over a rank's share")
     parser.add_argument("--shards", nargs="+", help="tar files to train on")
     parser.add_argument("--val-shards", nargs="+", help="tar files to evaluate on")
     args = parser.parse_args()
 
-    local_rank = os.environ.get("LOCAL_RANK")  # torchrun sets it.
+    local_rank = os.environ.get("LOCAL_RANK")  # a text, if torchrun has started this process
     world_size = args.nproc_per_node
     if local_rank:
         world_size = int(os.environ["WORLD_SIZE"])
@@ -361,13 +365,13 @@ def main():
     if args.checkpoint_every and not args.checkpoint:
         parser.error("--checkpoint-every needs --checkpoint")
     if args.checkpoint is not None:
-        path = os.path.abspath(args.checkpoint)  # of "" is the working directory
+        path = os.path.abspath(args.checkpoint)  # For "" this is the working directory.
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             parser.error("--checkpoint is a folder, or its folder is missing or read-only")
 
     if local_rank:
         return run_rank(int(local_rank), world_size, args)
-    threads = torch.get_num_threads() // args.nproc_per_node or 1
+    threads = torch.get_num_threads() // world_size or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Otherwise each rank uses all cores.
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -433,7 +437,7 @@ def seed_generators(*numbers):
 
 
 class SeededItems(Dataset):
-    """A dataset whose items draw the same random numbers on any number of ranks and workers."""
+    """A training set whose items draw the same random numbers in any rank and worker."""
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
@@ -465,7 +469,7 @@ class SumOverRanks(torch.autograd.Function):
         dist.all_reduce(x)  # RANKS MEET
         return x
 
-    backward = forward
+    backward = forward  # RANKS MEET
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -475,7 +479,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     def _check_input_dim(self, x):
-        """Accept any x. PyTorch's class leaves this check to its subclasses."""
+        """Accept any shape. PyTorch's class leaves this check to its subclasses."""
 
     def forward(self, x):
         """Normalize x, float (N, C, ...)."""
@@ -484,7 +488,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         values = x.movedim(1, -1).to(self.running_mean.dtype)  # Under autocast x may be bfloat16.
         total = values.flatten(0, -2).sum(0)
         count = torch.full_like(total, values.numel() / len(total))
-        total, count = SumOverRanks.apply(torch.stack([total, count]))
+        total, count = SumOverRanks.apply(torch.stack([total, count]))  # RANKS MEET
         mean = total / count
         centred = values - mean  # A difference of sums of squares would lose digits.
         var = SumOverRanks.apply(centred.square().flatten(0, -2).sum(0)) / count
