@@ -105,8 +105,8 @@ def learning_rate(args, epochs_done):
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    The datasets are read by index. An item is a sequence of tensors, of which the last is y. All
-    ranks are seeded alike before they call this function, so they make the same net.
+    An item of a dataset is a sequence of tensors, of which the last is y. All ranks are seeded
+    alike before, so they make the same net. train() sets the learning rates of the optimizer.
     """
     if args.shards:
         train_set, val_set = ShardDataset(args.shards), ShardDataset(args.val_shards)
@@ -114,7 +114,7 @@ def make_task(args, device):
         train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
         val_set = SyntheticDataset(25, args.length, args.seed + 1)
     net = ConvNet().to(device)
-    return train_set, val_set, net, torch.optim.Adam(net.parameters())  # train() sets its rates.
+    return train_set, val_set, net, torch.optim.Adam(net.parameters())
 
 
 # ---- 2. Which samples a rank reads

@@ -805,28 +805,71 @@ class Chapter10Shards(TestCase):
 
 
 # ---- The README: what it shows is run
+def patched(text, diff):
+    """Apply a diff, whose hunks begin with @@, to a text."""
+    for hunk in re.split(r"(?m)^@@.*\n", diff):
+        old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
+        new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
+        assert text.count(old) == 1 or not hunk, f"the README shows lines that have changed:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
 def programs():
-    """Return the programs of the README by name. A diff makes a program from another one."""
+    """Return the programs of the README by name. A diff makes one from another one."""
     texts = {"ddp_reference.py": (HERE / "ddp_reference.py").read_text()}
-    for names, block in re.findall(r"(?ms)^```(?:python|diff) (\S.*?)\n(.*?)^```", README):
-        *source, name = names.split()
-        text = texts[source[0]] if source else block
-        if source:
-            for hunk in re.split(r"(?m)^@@.*\n", block):
-                old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
-                new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
-                assert text.count(old) == 1 or not hunk, f"{name}: not in {source[0]}:\n{old}"
-                text = text.replace(old, new)
+    for name, text in re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", README):
         texts[name] = text
+    for old, name, diff in re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README):
+        texts[name] = patched(texts[old], diff)
     return texts
 
 
+def write_programs(folder):
+    """Write the programs of the README into a folder, but not over a file that was changed."""
+    for name, text in programs().items():
+        path = pathlib.Path(folder, name)
+        if name in ("ddp_reference.py", "exercises"):
+            continue
+        if path.exists() and path.read_text() != text:
+            print(f"{name} is left as it is, because it differs from that of the README")
+        else:
+            path.write_text(text)
+            print(f"wrote {name}")
+
+
+class TheReadme(TestCase):
+    def test_the_programs_for_one_and_many_processes_train_the_same(self):
+        with contextlib.redirect_stdout(io.StringIO()):
+            write_programs(FOLDER)
+        nets = []
+        environ = {"GLOO_SOCKET_IFNAME": "lo", "NVIDIA_TF32_OVERRIDE": "0"}
+        if GPUS < 2:
+            environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
+        for command in ("one.py", "dp.py", f"{TORCHRUN} many.py", f"{TORCHRUN} better.py"):
+            finish(start(command, **environ))
+            net = torch.load(f"{FOLDER}/model.pt", map_location="cpu")
+            nets.append(list(net.values()))
+            assert_close(nets[-1], nets[0], f"the net of {command}")
+
+    def test_the_example_job_prints_the_same_on_one_and_three_processes(self):
+        outs = []
+        for world_size in (1, 3):
+            command = f"my_job.py --epochs 2 --lr 0.1 --nproc-per-node {world_size}"
+            out, _ = finish(start(command))
+            outs.append(re.findall("(?m)^epoch.*top5 .*(?= [|])", out))
+
+        self.assertEqual(outs[0], outs[1])
+
+
 def main():
-    """Run the tests and end with a line `N passed, N failed, N skipped`."""
+    """Run the tests and end with a line `N passed, N failed, N skipped`, or do what is named."""
+    if sys.argv[1:] == ["programs"]:
+        return write_programs(".")
     if sys.argv[1:] == ["experiments"]:
         for sampler_class in (TorchSampler, ddp.DistributedSampler):
-            print(sampler_class.__module__, experiments(sampler_class), sep="\n")
-        return
+            print(sampler_class.__module__, experiments(sampler_class))
+        return None
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
     skipped = len(result.skipped)
