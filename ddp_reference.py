@@ -37,8 +37,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Unused, but imported now: if PyTorch imports it during the run, the process may crash when it
-# exits (pytorch/pytorch#190489).
+# Keep this import, though nothing uses it: if PyTorch imports the module by itself, later, gloo may
+# crash when the process exits (pytorch/pytorch#190489).
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn as nn
@@ -105,8 +105,9 @@ def learning_rate(args, epochs_done):
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    An item of a dataset is a sequence of tensors, of which the last is y. All ranks are seeded
-    alike before, so they make the same net. train() sets the learning rates of the optimizer.
+    All ranks are seeded alike before, so they make the same net. train() sets the learning rates.
+    An item is a sequence of tensors, of which the last is y. It may draw random numbers, but from
+    the global generators of PyTorch, NumPy or Python, because train() seeds these for each item.
     """
     if args.shards:
         train_set, val_set = ShardDataset(args.shards), ShardDataset(args.val_shards)
@@ -232,12 +233,12 @@ def train(args, device):
     if not args.local_bn:
         convert_batch_norm(net)  # chapter 8
 
-    train_items = SeededItems(train_set, args.seed)
+    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     # Starting workers takes seconds, so they persist. end_with_parent() is in chapter 9.
     options = {"num_workers": args.num_workers, "persistent_workers": args.num_workers > 0}
     options |= {"worker_init_fn": end_with_parent, "pin_memory": device.type == "cuda"}
-    loader = DataLoader(train_items, share, sampler=sampler, drop_last=True, **options)
+    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
     if not len(loader):
         raise ValueError("--global-batch-size is larger than the training set")
     # A DistributedSampler would repeat samples, and so falsify the means: pytorch/pytorch#25162.
@@ -260,7 +261,7 @@ def train(args, device):
             print("nothing is left to do: raise --epochs to go on")
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch, samples_read)  # Otherwise every epoch has the same order.
-        train_items.set_epoch(epoch)  # chapter 7
+        train_set.set_epoch(epoch)  # for the random numbers of items (chapter 7)
         began = time.perf_counter()
         read_before = samples_read
         model.train()
@@ -311,7 +312,7 @@ def run_rank(local_rank, world_size, args, init_method="env://"):
     rank = int(os.environ.get("RANK", local_rank))
     timeout = datetime.timedelta(seconds=args.timeout + 20)  # later than that of watched()
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
-    train(args, device)
+    train(args, device)  # The model ends with this call. With the model alive, the next may hang.
     # Not in a `finally`: a rank that failed would wait for the others (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
 
@@ -437,7 +438,7 @@ def seed_generators(*numbers):
 
 
 class SeededItems(Dataset):
-    """A training set whose items draw the same random numbers in any rank and worker."""
+    """A dataset whose items draw the same random numbers on any number of ranks and workers."""
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
@@ -486,20 +487,21 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training:
             return super().forward(x)
         values = x.movedim(1, -1).to(self.running_mean.dtype)  # Under autocast x may be bfloat16.
-        total = values.flatten(0, -2).sum(0)
+        all_but_channels = tuple(range(x.dim() - 1))
+        total = values.sum(all_but_channels)
         count = torch.full_like(total, values.numel() / len(total))
         total, count = SumOverRanks.apply(torch.stack([total, count]))  # RANKS MEET
         mean = total / count
         centred = values - mean  # A difference of sums of squares would lose digits.
-        var = SumOverRanks.apply(centred.square().flatten(0, -2).sum(0)) / count
+        squares = centred.square().sum(all_but_channels)
+        var = SumOverRanks.apply(squares) / count  # RANKS MEET
 
         with torch.no_grad():
             self.num_batches_tracked += 1
-            unbiased_var = var * count / (count - 1)
             self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(unbiased_var, self.momentum)
-        output = centred * (var + self.eps).rsqrt() * self.weight + self.bias
-        return output.movedim(-1, 1).to(x.dtype)
+            self.running_var.lerp_(var * count / (count - 1), self.momentum)
+        scale = self.weight * (var + self.eps).rsqrt()
+        return torch.addcmul(self.bias, centred, scale).movedim(-1, 1).to(x.dtype)
 
 
 def convert_batch_norm(net):
@@ -527,7 +529,7 @@ def end_with_parent(worker_id=None):
         mp.parent_process().join()
         os._exit(1)
 
-    if mp.parent_process() is not None:  # torchrun ends its ranks itself.
+    if mp.parent_process() is not None:  # torchrun ends its ranks, unless it is killed.
         threading.Thread(target=wait, daemon=True).start()
 
 
@@ -537,8 +539,7 @@ def watched(batches, timeout):
     First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
     one after another. Then the last one exits, which ends the others.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     seconds = timeout + 5 * rank / world_size  # RANKS DIFFER
     is_last = rank == world_size - 1
     try:
