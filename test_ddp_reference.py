@@ -16,6 +16,7 @@ To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loo
 dictionary in Chapter4Loop, if it needs no oracle.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -49,6 +50,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 import ddp_reference as ddp
 
 HERE = pathlib.Path(__file__).resolve().parent
+FILE = shlex.quote(str(HERE / "ddp_reference.py"))
 README = (HERE / "README.md").read_text()
 GPUS = torch.cuda.device_count()
 
@@ -490,12 +492,23 @@ class Chapter2Sampler(TestCase):
 
 
 # ---- Chapters 3 and 4: the step and the loop
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the calls of PyTorch's operators by their names."""
+
+    counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **kwargs or {})
+
+
 def count_operators(args, device, train=ddp.train):
-    """In place of train(): count the collectives, and the waits for the device by .item()."""
-    with torch.profiler.profile() as profile:
+    """In place of train(): print how often collectives are called, and waits for the device."""
+    with Operators():
         train(args, device)
-    counted = [event for event in profile.key_averages() if re.search("c10d|::item", event.key)]
-    print(*(f"{event.key}={event.count}" for event in counted))
+    for name, count in Operators.counts.items():
+        if "c10d" in name or "_local_scalar_dense" in name:  # what .item() calls
+            print(f"{name}={count}")
 
 
 def print_random_number(output, y, batch_sums=ddp.batch_sums):
@@ -529,7 +542,7 @@ class Chapter4Loop(TestCase):
             counts.append({name: int(count) for name, count in re.findall(r"(\S+)=(\d+)", out)})
 
         added = {name: counts[0][name] - counts[1][name] for name in counts[0]}
-        self.assertEqual(added.pop("c10d::allreduce_"), 8, "gradients and sums, in 4 steps")
+        self.assertEqual(added.pop("c10d.allreduce_.default"), 8, "gradients and sums, in 4 steps")
         self.assertEqual(set(added.values()), {0}, added)
 
     def test_ranks_steps_and_micro_batches_draw_random_numbers_of_their_own(self):
@@ -584,11 +597,13 @@ if __name__ == "__main__":
 """
 
 
-def start(command, **environ):
-    """Start a Python program in the folder of the tests, with its output in pipes."""
+def start(command, folder=None, **environ):
+    """Start a Python program, with its output in pipes."""
+    # A shell that runs the tests with & has Ctrl-C ignored, and programs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, *shlex.split(command)],
-        cwd=FOLDER,
+        cwd=folder or FOLDER,
         env=os.environ | environ,
         text=True,
         stdout=subprocess.PIPE,
@@ -619,6 +634,15 @@ def kill_rank_0_once(args, epochs_done):
 
 
 class Chapter5Processes(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        # These programs run side by side.
+        cls.temporary = tempfile.mkdtemp(dir=FOLDER)
+        cls.main_job = start(f"{FILE} --length 300", TMPDIR=cls.temporary)
+        cls.failing = start(f"{FILE} --nproc-per-node 1 --shards none.tar --val-shards none.tar")
+        options = f"--checkpoint {FOLDER}/restarted --checkpoint-every 1"
+        cls.restarted = start_job(options, "kill_rank_0_once", f"{TORCHRUN} --max-restarts=1")
+
     def test_what_cannot_work_is_refused_in_one_line_with_status_2(self):
         for options, environ, words in (
             ("--unknown", {}, "unrecognized arguments: --unknown"),
@@ -642,26 +666,24 @@ class Chapter5Processes(TestCase):
             self.assertRegex(err.getvalue(), f"^.*: error: .*{words}.*\n$")
 
     def test_the_main_job_learns_and_leaves_no_file(self):
-        out, _ = finish(start(f"{HERE}/ddp_reference.py --length 300", TMPDIR=FOLDER))
+        out, _ = finish(self.main_job)
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
         first = f"ddp on {kind}, global batch size 240, torch {torch.__version__}\n"
         self.assertTrue(out.startswith(first), out)
         self.assertEqual(out.count("\n"), 7, "the first line, and six epochs")
         self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would be 0.333.
-        self.assertEqual(list(pathlib.Path(FOLDER).glob("tmp*")), [])
+        self.assertEqual(list(pathlib.Path(self.temporary).glob("tmp*")), [])
 
     def test_a_rank_that_raises_ends_the_job_with_its_message(self):
-        job = start(f"{HERE}/ddp_reference.py --shards none.tar --val-shards none.tar")
+        _, err = finish(self.failing, status=1)
 
-        _, err = finish(job, status=1)
         self.assertRegex(err, r"FileNotFoundError: .* No such file or directory: 'none.tar'\s*$")
 
     def test_torchrun_restarts_a_job_of_which_a_rank_was_killed(self):
-        options = f"--checkpoint {FOLDER}/restarted --checkpoint-every 1"
-        job = start_job(options, "kill_rank_0_once", f"{TORCHRUN} --max-restarts=1")
+        out, _ = finish(self.restarted)
 
-        self.assertIn("epoch 1, 24 samples read", finish(job)[0])
+        self.assertIn("epoch 1, 24 samples read", out)
         net = torch.load(f"{FOLDER}/restarted", map_location="cpu")["net"]
         assert_close(net, net_after(SMALL, (2, None)), "the net", 1e-3)
 
@@ -715,26 +737,29 @@ def sleep_on_rank_0(args, epochs_done):
 
 
 class Chapter9Hangs(TestCase):
-    def test_when_a_rank_hangs_all_ranks_print_their_stacks_and_the_job_ends(self):
-        job = start_job("--nproc-per-node 2 --timeout 3", "sleep_on_rank_0")
+    @classmethod
+    def setUpClass(cls):
+        # These programs run side by side.
+        cls.hanging = start_job("--nproc-per-node 2 --timeout 3", "sleep_on_rank_0")
+        endless = f"{FILE} {SMALL} --epochs 100000 --log-every 1 --nproc-per-node 1"
+        cls.launchers = [start(endless), start(f"{endless} --num-workers 2")]
 
-        out, err = finish(job, status=1)
+    def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
+        for launcher, (number, status) in zip(self.launchers, ((signal.SIGINT, 130), (9, -9))):
+            while not launcher.stdout.readline().startswith("epoch"):
+                self.assertIsNone(launcher.poll())
+
+            launcher.send_signal(number)
+
+            finish(launcher, status)
+
+    def test_when_a_rank_hangs_all_ranks_print_their_stacks_and_the_job_ends(self):
+        out, err = finish(self.hanging, status=1)
 
         self.assertRegex(out, rf"\n{torch.get_num_threads() // 2 or 1} threads on lo0?\n")
         first, second = err.split("Timeout (")[1:]  # Rank 1 of 2 prints 5 / 2 seconds later.
         self.assertRegex(first, r"^0:00:03\)!\n(?s:.*) in sleep_on_rank_0\n")
         self.assertRegex(second, r"^0:00:05\.500000\)!\n(?s:.*) in train_step\n")
-
-    def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
-        endless = "--epochs 100000 --log-every 1 --nproc-per-node 1 --num-workers 2"
-        for signal_number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-            launcher = start(f"{HERE}/ddp_reference.py {SMALL} {endless}")
-            while not launcher.stdout.readline().startswith("epoch"):
-                self.assertIsNone(launcher.poll())
-
-            launcher.send_signal(signal_number)
-
-            finish(launcher, status)
 
 
 # ---- Chapter 10: tar shards
@@ -815,27 +840,33 @@ def write_programs(folder):
 
 
 class TheReadme(TestCase):
-    def test_the_programs_for_one_and_many_processes_train_the_same(self):
+    @classmethod
+    def setUpClass(cls):
         with contextlib.redirect_stdout(io.StringIO()):
             write_programs(FOLDER)
-        nets = []
+        command = "my_job.py --epochs 2 --lr 0.1 --nproc-per-node"
+        cls.jobs = [start(f"{command} {world_size}") for world_size in (1, 2)]
+
+    def test_the_programs_for_one_and_many_processes_train_the_same(self):
         environ = {"GLOO_SOCKET_IFNAME": "lo", "NVIDIA_TF32_OVERRIDE": "0"}
         if GPUS < 2:
             environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
-        for command in ("one.py", "dp.py", f"{TORCHRUN} many.py", f"{TORCHRUN} better.py"):
-            finish(start(command, **environ))
-            net = torch.load(f"{FOLDER}/model.pt", map_location="cpu")
-            nets.append(list(net.values()))
-            assert_close(nets[-1], nets[0], f"the net of {command}")
+        programs = {}
+        for launcher, name in (("", "one"), ("", "dp"), (TORCHRUN, "many"), (TORCHRUN, "better")):
+            folder = tempfile.mkdtemp(dir=FOLDER)
+            programs[folder] = start(f"{launcher} ../{name}.py", folder, **environ)
+        nets = []
+        for folder, program in programs.items():
+            finish(program)
+            nets.append(list(torch.load(f"{folder}/model.pt", map_location="cpu").values()))
 
-    def test_the_example_job_prints_the_same_on_one_and_three_processes(self):
-        outs = []
-        for world_size in (1, 3):
-            command = f"my_job.py --epochs 2 --lr 0.1 --nproc-per-node {world_size}"
-            out, _ = finish(start(command))
-            outs.append(re.findall("(?m)^epoch.*top5 .*(?= [|])", out))
+        for name, net in zip(("dp", "many", "better"), nets[1:]):
+            assert_close(net, nets[0], f"the net of {name}.py")
 
-        self.assertEqual(outs[0], outs[1])
+    def test_the_example_job_prints_the_same_on_one_and_two_processes(self):
+        lines = [re.findall("(?m)^epoch.*top5 .*(?= [|])", finish(job)[0]) for job in self.jobs]
+
+        self.assertEqual(*lines)
 
 
 def main():
