@@ -27,8 +27,10 @@ import os
 import pathlib
 import random
 import re
+import runpy
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -597,13 +599,13 @@ if __name__ == "__main__":
 """
 
 
-def start(command, folder=None, **environ):
+def start(command, **environ):
     """Start a Python program, with its output in pipes."""
     # A shell that runs the tests with & has Ctrl-C ignored, and programs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, *shlex.split(command)],
-        cwd=folder or FOLDER,
+        cwd=FOLDER,
         env=os.environ | environ,
         text=True,
         stdout=subprocess.PIPE,
@@ -839,6 +841,19 @@ def write_programs(folder):
             print(f"wrote {name}")
 
 
+def run_program(rank, world_size, folder, program, port):
+    """Run a program of the README as one rank, as torchrun would."""
+    if world_size > GPUS:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    for name, value in variables.items():
+        os.environ[name] = str(value)
+    os.environ |= {"MASTER_ADDR": "localhost", "NVIDIA_TF32_OVERRIDE": "0"}
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(program)
+
+
 class TheReadme(TestCase):
     @classmethod
     def setUpClass(cls):
@@ -848,20 +863,15 @@ class TheReadme(TestCase):
         cls.jobs = [start(f"{command} {world_size}") for world_size in (1, 2)]
 
     def test_the_programs_for_one_and_many_processes_train_the_same(self):
-        environ = {"GLOO_SOCKET_IFNAME": "lo", "NVIDIA_TF32_OVERRIDE": "0"}
-        if GPUS < 2:
-            environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
-        programs = {}
-        for launcher, name in (("", "one"), ("", "dp"), (TORCHRUN, "many"), (TORCHRUN, "better")):
-            folder = tempfile.mkdtemp(dir=FOLDER)
-            programs[folder] = start(f"{launcher} ../{name}.py", folder, **environ)
         nets = []
-        for folder, program in programs.items():
-            finish(program)
-            nets.append(list(torch.load(f"{folder}/model.pt", map_location="cpu").values()))
+        for name, world_size in (("one", 1), ("dp", 1), ("many", 2), ("better", 2)):
+            with socket.create_server(("localhost", 0)) as server:
+                port = server.getsockname()[1]
+            arguments = world_size, FOLDER, f"{name}.py", port
+            mp.start_processes(run_program, arguments, world_size, start_method="forkserver")
+            nets.append(list(torch.load(f"{FOLDER}/model.pt", map_location="cpu").values()))
 
-        for name, net in zip(("dp", "many", "better"), nets[1:]):
-            assert_close(net, nets[0], f"the net of {name}.py")
+            assert_close(nets[-1], nets[0], f"the net of {name}.py")
 
     def test_the_example_job_prints_the_same_on_one_and_two_processes(self):
         lines = [re.findall("(?m)^epoch.*top5 .*(?= [|])", finish(job)[0]) for job in self.jobs]
