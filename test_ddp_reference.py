@@ -603,7 +603,7 @@ def start(command, **environ):
     """Start a Python program, with its output in pipes."""
     # A shell that runs the tests with & has Ctrl-C ignored, and programs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(
+    program = subprocess.Popen(
         [sys.executable, *shlex.split(command)],
         cwd=FOLDER,
         env=os.environ | environ,
@@ -611,6 +611,8 @@ def start(command, **environ):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    unittest.addModuleCleanup(program.kill)  # in case no test has waited for its end
+    return program
 
 
 def start_job(options, learning_rate, launcher=""):
