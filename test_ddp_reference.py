@@ -12,8 +12,8 @@ Two helpers, between the lessons and the chapters, start ranks. on_ranks(3, func
 function(device, *args) on each of three ranks and returns the three results. run_job(3, options)
 runs a whole job on three ranks and returns what each rank printed.
 
-To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there, or to the
-dictionary in Chapter4Loop, if it needs no oracle.
+To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. If it
+needs no oracle, add it to the options in Chapter4Loop that must change the net.
 """
 
 import collections
@@ -37,6 +37,7 @@ import tarfile
 import tempfile
 import tracemalloc
 import unittest
+import warnings
 from unittest import TestCase, mock
 
 import numpy as np
@@ -79,14 +80,14 @@ def setUpModule():
 # the first test says that two lists differ.
 class Lesson1Sampler(TestCase):
     def test_on_any_number_of_ranks_and_after_any_stop_the_ranks_read_one_order_in_turn(self):
-        dataset = range(96)
+        dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0, seed=7))
-        for world_size, samples_read in itertools.product((1, 2, 3, 4, 6, 12), range(0, 96, 12)):
+        for world_size, samples_read in itertools.product((1, 2, 3, 4, 6, 12), (0, 12)):
             ranks = []
             for rank in range(world_size):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
                 sampler.set_epoch(7, samples_read)  # PyTorch, too, adds the epoch to the seed.
-                self.assertEqual(len(sampler), (96 - samples_read) / world_size)
+                self.assertEqual(len(sampler), (24 - samples_read) / world_size)
                 ranks.append(sampler)
 
             read_in_turn = list(itertools.chain.from_iterable(zip(*ranks, strict=True)))
@@ -95,7 +96,7 @@ class Lesson1Sampler(TestCase):
     def test_the_indices_and_the_attributes_are_those_of_pytorchs_sampler(self):
         cases = itertools.product(range(20), range(1, 7), (True, False), (True, False))
         # More than 2**16 samples: our permutation is of int32, PyTorch's of int64.
-        for num_samples, num_replicas, shuffle, drop_last in [(70000, 2, True, False), *cases]:
+        for num_samples, num_replicas, shuffle, drop_last in [*cases, (70000, 2, True, False)]:
             for rank in range(num_replicas):
                 # All arguments of the samplers in their order. The seed is 7.
                 arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
@@ -104,8 +105,9 @@ class Lesson1Sampler(TestCase):
                 ours.set_epoch(5)
                 torchs.set_epoch(5)
 
-                self.assertEqual(list(ours), list(torchs), arguments)
-                self.assertEqual(vars(ours), vars(ours) | vars(torchs), arguments)
+                self.assertTrue(list(ours) == list(torchs), arguments)
+                # Ours has the attributes of PyTorch's, and others: <= is the relation of subsets.
+                self.assertLessEqual(vars(torchs).items(), vars(ours).items(), arguments)
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
@@ -242,7 +244,7 @@ class Lesson3Step(TestCase):
                 assert_close(parameters, net.state_dict(), f"the parameters of {what}")
                 assert_close(sums[1:] / sums[0], means, f"the means of {what}")
 
-        [(parameters, _)] = on_ranks(1, step_on_rank, x, y.fill_(-100), 12)
+        [(parameters, _)] = on_ranks(1, step_on_rank, x, torch.full_like(y, -100), 12)
         assert_close(parameters, plain_net().state_dict(), "the parameters after no label")
 
 
@@ -476,7 +478,7 @@ def assert_close(actual, expected, what, tolerance=2e-5):
 
 # ---- Chapter 2: the sampler
 class Chapter2Sampler(TestCase):
-    def test_an_order_takes_four_bytes_a_sample(self):
+    def test_an_order_is_no_python_list_of_all_indices(self):
         indices = iter(ddp.DistributedSampler(range(10**6), 1, 0))
         tracemalloc.start()  # It sees Python's own memory, as of a list of 36 MB.
         next(indices)
@@ -487,7 +489,9 @@ class Chapter2Sampler(TestCase):
 
     def test_a_second_pass_over_the_same_order_warns_to_call_set_epoch(self):
         sampler = ddp.DistributedSampler(range(5), 2, 0)
-        list(sampler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(sampler)
 
         with self.assertWarnsRegex(UserWarning, r"call set_epoch\(epoch\)"):
             list(sampler)
@@ -533,7 +537,7 @@ class Clock:
 
 
 class Chapter4Loop(TestCase):
-    def test_a_step_has_two_collectives_and_never_waits_for_the_device(self):
+    def test_a_step_has_two_collectives_and_never_waits_by_item(self):
         counts = []
         for global_batch_size in (6, 12):  # 7 steps, and 3
             options = (
@@ -556,7 +560,7 @@ class Chapter4Loop(TestCase):
             self.assertEqual(len(set(numbers)), 32, "on 2 ranks in 8 steps of 2 micro-batches")
 
     def test_each_option_of_training_changes_the_net(self):
-        options = "--epochs 1|--global-batch-size 24|--micro-batch-size 2|--lr 0.1|--amp|--local-bn"
+        options = "--epochs 1|--global-batch-size 2|--micro-batch-size 2|--lr 0.1|--amp|--local-bn"
         options += "|--clip-grad-norm 0.01|--seed 1|--num-samples 60|--length 65"
         unchanged = net_after(SMALL, (2, None))
 
@@ -601,7 +605,7 @@ if __name__ == "__main__":
 
 def start(command, **environ):
     """Start a Python program, with its output in pipes."""
-    # A shell that runs the tests with & has Ctrl-C ignored, and programs would inherit that.
+    # In a job of the shell, started with &, Ctrl-C is ignored. The program would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     program = subprocess.Popen(
         [sys.executable, *shlex.split(command)],
@@ -712,7 +716,8 @@ class Chapter6Checkpoints(TestCase):
             (whole[:1000], "", {}, "ck is damaged or of another job: RuntimeError"),
             (code.getvalue(), "", {}, "ck is damaged or of another job: UnpicklingError"),
             (whole, "--seed 99", {}, "args.seed=0"),
-            (whole, "--num-samples 60", {}, "=48"),
+            (whole, "--num-samples 60", {}, r"len\(train_set\)=48"),
+            (whole, "--num-samples 6", {}, "larger than the training set"),
             (whole, "--global-batch-size 24", {}, "batch_size=12"),
             (whole, "", {"make_task": make_augmented_task}, "Adam"),
             (whole, "", {"make_task": make_plain_task}, "Missing key"),
@@ -749,7 +754,9 @@ class Chapter9Hangs(TestCase):
         cls.launchers = [start(endless), start(f"{endless} --num-workers 2")]
 
     def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
-        for launcher, (number, status) in zip(self.launchers, ((signal.SIGINT, 130), (9, -9))):
+        for launcher, (number, status) in zip(
+            self.launchers, ((signal.SIGINT, 130), (signal.SIGKILL, -9))
+        ):
             while not launcher.stdout.readline().startswith("epoch"):
                 self.assertIsNone(launcher.poll())
 
@@ -760,7 +767,8 @@ class Chapter9Hangs(TestCase):
     def test_when_a_rank_hangs_all_ranks_print_their_stacks_and_the_job_ends(self):
         out, err = finish(self.hanging, status=1)
 
-        self.assertRegex(out, rf"\n{torch.get_num_threads() // 2 or 1} threads on lo0?\n")
+        threads = os.environ.get("OMP_NUM_THREADS", torch.get_num_threads() // 2 or 1)
+        self.assertIn(f"\n{threads} threads on lo", out)
         first, second = err.split("Timeout (")[1:]  # Rank 1 of 2 prints 5 / 2 seconds later.
         self.assertRegex(first, r"^0:00:03\)!\n(?s:.*) in sleep_on_rank_0\n")
         self.assertRegex(second, r"^0:00:05\.500000\)!\n(?s:.*) in train_step\n")
@@ -878,6 +886,7 @@ class TheReadme(TestCase):
     def test_the_example_job_prints_the_same_on_one_and_two_processes(self):
         lines = [re.findall("(?m)^epoch.*top5 .*(?= [|])", finish(job)[0]) for job in self.jobs]
 
+        self.assertEqual(len(lines[0]), 2, "the lines of two epochs")
         self.assertEqual(*lines)
 
 
