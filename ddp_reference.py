@@ -3,10 +3,11 @@
     bash run.sh         # one process per GPU, or two processes on the CPU. Options: --help
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-Several processes run this file. Each has a number from 0, its rank; their count is the world size.
-Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
-rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages the
-gradients over the ranks. Then all ranks make the same optimizer step, so the copies stay equal.
+Several processes run this file. Each process has a number from 0, its rank; the number of processes
+is the world size. Every rank holds a copy of the net. In each step the ranks share one global batch
+of samples: each rank computes the gradient of its own share, and DistributedDataParallel (DDP)
+averages the gradients over the ranks. Then all ranks make the same optimizer step, so the copies
+stay equal.
 
 The number of ranks changes the time that a training takes, but its result only by rounding. The
 exceptions are dropout, because each rank draws its own masks, and BatchNorm with --local-bn or
@@ -192,7 +193,7 @@ def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, a
     dist.all_reduce(total)  # RANKS MEET
 
     # DDP has left the sum of the ranks' gradients divided by the world size. Wanted is the sum
-    # divided by the number of labels: huggingface/transformers#34242.
+    # divided by the number of labels (huggingface/transformers#34242), or 0 if there are none.
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # one kernel for all gradients
@@ -207,10 +208,10 @@ def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, a
 def evaluate(net, batches, amp=False):
     """Return the means of METRICS over the batches of all ranks. net: without DDP's wrapper."""
     for buffer in net.buffers():  # With --local-bn each rank has statistics of its own.
-        dist.broadcast(buffer, src=0)  # RANKS MEET, but not below: they may have unequal batches.
+        dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
     total = torch.zeros(1 + len(METRICS), dtype=torch.float64).to(next(net.parameters()).device)
-    for batch in batches:
+    for batch in batches:  # Here ranks do not meet, because one may have a batch less.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
     return (total[1:] / total[0]).tolist()
