@@ -23,7 +23,6 @@ Chapters 1 to 5 are data-parallel training. Chapters 6 to 10 are read when a lin
 """
 
 import argparse
-import datetime
 import faulthandler
 import os
 import random
@@ -33,6 +32,7 @@ import tempfile
 import threading
 import time
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -240,13 +240,13 @@ def train(args, device):
     options = {"num_workers": args.num_workers, "persistent_workers": args.num_workers > 0}
     options |= {"worker_init_fn": end_with_parent, "pin_memory": device.type == "cuda"}
     loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    if not len(loader):
+    if not loader:  # It has no batch.
         raise ValueError("--global-batch-size is larger than the training set")
     # A DistributedSampler would repeat samples, and so falsify the means: pytorch/pytorch#25162.
     val_share = range(rank, len(val_set), world_size)  # RANKS DIFFER
     val_loader = DataLoader(val_set, micro_size, sampler=val_share, **options)
 
-    identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {type(optimizer)=}"
+    identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
     # samples_read: of this epoch, by all ranks. sums: their batch_sums(). Both survive a kill.
     start, samples_read, sums = resume(args.checkpoint, identity, net, optimizer)  # RANKS MEET
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
@@ -311,7 +311,7 @@ def run_rank(local_rank, world_size, args, init_method="env://"):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if args.nproc_per_node <= num_gpus else "gloo"  # In gloo ranks share GPUs.
     rank = int(os.environ.get("RANK", local_rank))
-    timeout = datetime.timedelta(seconds=args.timeout + 20)  # later than that of watched()
+    timeout = timedelta(seconds=args.timeout + 20)  # later than that of watched()
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     train(args, device)  # The model ends with this call. With the model alive, the next may hang.
     # Not in a `finally`: a rank that failed would wait for the others (pytorch/torchtitan#1342).
@@ -396,7 +396,7 @@ def save_checkpoint(path, identity, net, optimizer, progress):
     with open(f"{path}.tmp", "wb") as file:
         torch.save({"identity": identity, "progress": progress, **states}, file)
         file.flush()
-        os.fsync(file.fileno())  # Otherwise a crash of the machine may leave an empty file.
+        os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
     os.replace(f"{path}.tmp", path)
 
 
@@ -412,7 +412,7 @@ def resume(path, identity, net, optimizer):
             # Without map_location the copies of all ranks land on GPU 0 (pytorch/examples#969).
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             if checkpoint["identity"] != identity:
-                raise ValueError(f"it has {checkpoint['identity']}, not {identity}")
+                raise ValueError(f"it is of a job with {checkpoint['identity']}")
             net.load_state_dict(checkpoint["net"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             progress = checkpoint["progress"]
@@ -530,7 +530,7 @@ def end_with_parent(worker_id=None):
         mp.parent_process().join()
         os._exit(1)
 
-    if mp.parent_process() is not None:  # torchrun ends its ranks, unless it is killed.
+    if mp.parent_process():  # torchrun ends its ranks, unless it is killed.
         threading.Thread(target=wait, daemon=True).start()
 
 
