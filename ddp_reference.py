@@ -144,7 +144,7 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the epoch's order. samples_read: what all ranks have read of it, a multiple of W."""
+        """Choose the order. samples_read: what all ranks have read of it, a multiple of W."""
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
