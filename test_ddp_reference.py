@@ -69,7 +69,7 @@ def setUpModule():
 # of B / W. Then the k-th batches of all ranks are together the positions kB to kB + B - 1, whatever
 # W is. In other words: reading one index of each rank in turn gives the order back. To break it,
 # leave out `+ self.rank` in DistributedSampler. Then every rank reads the samples of rank 0, and
-# the first test says that two lists differ.
+# the first test prints which samples two ranks have read.
 class Lesson1Sampler(TestCase):
     def test_on_any_number_of_ranks_and_after_any_stop_the_ranks_read_one_order_in_turn(self):
         dataset = range(24)
@@ -167,7 +167,7 @@ class Lesson2Experiments(TestCase):
 # Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
 # have unequal numbers of labels and compute their shares in micro-batches. DDP alone averages the
 # ranks' gradients, so that a label counts for more on a rank with few labels. To break it, replace
-# `dist.get_world_size()` by 1 in train_step(). Then the parameters of rank 0 of 2 differ.
+# `dist.get_world_size()` by 1 in train_step(). Then the nets of two ranks differ from that of one.
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
 
@@ -213,9 +213,10 @@ def compare_step(micro_batch_size, args, device):
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
 
-    assert_close(net.state_dict(), expected.state_dict(), f"with {micro_batch_size=} the net")
+    what = f"the net of rank {dist.get_rank()} of {dist.get_world_size()} ({micro_batch_size=})"
+    assert_close(net.state_dict(), expected.state_dict(), what)
     ddp.train_step(model, optimizer, (share(x), torch.full_like(share(y), -100)), 12)
-    assert_close(net.state_dict(), expected.state_dict(), "after a step without labels the net")
+    assert_close(net.state_dict(), expected.state_dict(), f"after no label {what}")
 
 
 class Lesson3Step(TestCase):
@@ -228,7 +229,7 @@ class Lesson3Step(TestCase):
 # Loss and accuracy are those of one process with all samples, also if the shares of the ranks are
 # unequal (25 samples), and if some ranks have no sample (2 samples on 4 ranks). PyTorch's sampler
 # would repeat samples. To break it, leave out `dist.all_reduce(total)` in evaluate(). Then the
-# means of rank 0 of 2 differ: they are those of its own samples.
+# means of two ranks differ: each rank has those of its own samples.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -250,7 +251,8 @@ def compare_evaluation(num_samples, args, device):
     net[0].running_mean += dist.get_rank()  # Under --local-bn each rank has other statistics.
     means = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples))))
 
-    assert_close(means, expected, f"the means over {num_samples} samples")
+    what = f"the means of rank {dist.get_rank()} of {dist.get_world_size()}"
+    assert_close(means, expected, f"{what} over {num_samples} samples")
 
 
 class Lesson4Evaluation(TestCase):
@@ -288,7 +290,7 @@ def compare_batch_norm(args, device):
     for name, value in expected.items():
         if value.shape == x.shape:
             value = share(value)
-        assert_close(computed[name], value, f"{name} of rank {dist.get_rank()}")
+        assert_close(computed[name], value, f"the {name} of rank {dist.get_rank()}")
 
 
 class Lesson5BatchNorm(TestCase):
@@ -298,9 +300,9 @@ class Lesson5BatchNorm(TestCase):
 
 
 # ---- Lesson 6: the number of processes, and stops (train)
-# A job with augmentation, a warm-up, clipping and uneven labels ends with the
-# parameters of a loop in plain PyTorch: on any number of processes, in micro-batches, with loader
-# workers, and if it is stopped and goes on with another number of processes. To break it, leave out
+# A job with augmentation, a warm-up, clipping and uneven labels ends with the parameters of a loop
+# in plain PyTorch: on any number of processes, in micro-batches, with loader workers, and if it is
+# stopped and goes on with another number of processes. To break it, leave out
 # `optimizer.load_state_dict` in resume(). Then the net of the jobs that were stopped differs.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 
@@ -338,8 +340,9 @@ def plain_loop(args, device):
         for step, (x, y) in enumerate(loader):
             F.cross_entropy(net(x.to(device)), y.to(device)).backward()
             nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
+            epochs_done = epoch + args.global_batch_size * step / len(train_set)
             for group in optimizer.param_groups:
-                group["lr"] = warm_up(args, epoch + 12 * step / 43)
+                group["lr"] = warm_up(args, epochs_done)
             optimizer.step()
             optimizer.zero_grad()
     torch.save({"net": net.state_dict()}, args.checkpoint)
@@ -380,7 +383,7 @@ TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restart
 
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
-    mp.set_start_method("fork", force=True)  # Loader workers start fastest so.
+    mp.set_start_method("fork", force=True)  # So loader workers start fast.
     torch.set_num_threads(1)
     # The ranks find each other by a store of the process that has started them.
     variables = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size}"
@@ -494,7 +497,8 @@ class Chapter4Loop(TestCase):
         ranks = run_job(2, options, batch_sums=print_random_number)
 
         drawn = re.findall(r"torch.bfloat16 drawn \S+", "".join(ranks))
-        assert len(set(drawn)) == 32, "on 2 ranks in 8 steps of 2 micro-batches"
+        different = len(set(drawn))
+        assert different == 32, f"{different} numbers on 2 ranks in 8 steps of 2 micro-batches"
 
     def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
         # With a learning rate of 0 the net stays what it is, and its numbers are known.
@@ -504,8 +508,7 @@ class Chapter4Loop(TestCase):
         means += f" | val_loss {val_loss:.4f} val_accuracy {val_accuracy:.4f}"
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint numbers --checkpoint-every 2"
         replacements = {"make_task": make_plain_task, "time": Clock}
-        stop = partial(stop_at, 0.7)
-        run_job(3, options, **replacements, learning_rate=stop)
+        run_job(3, options, **replacements, learning_rate=partial(stop_at, 0.7))
 
         printed = "".join(run_job(3, options, **replacements))  # Only rank 0 prints.
         finished, *_ = run_job(3, options, **replacements)
@@ -574,10 +577,9 @@ class Chapter5Processes(TestCase):
         out, err = finish(self.main_job)
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
-        lines = (
-            rf"ddp on {kind}, .* 240, torch .*\n(epoch .*\n){{5}}epoch 5 .* val_accuracy 0\.9.*\n"
-        )
-        self.assertRegex(out, f"^{lines}$")  # Guessing would have an accuracy of 0.333.
+        first = rf"ddp on {kind}, global batch size 240, torch .*\n"
+        self.assertRegex(out, rf"^{first}(epoch .*\n){{6}}$")
+        self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would have 0.333.
         assert "set_epoch" not in err
 
     def test_a_rank_that_raises_ends_the_job_with_its_message(self):
