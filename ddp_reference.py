@@ -409,7 +409,7 @@ def resume(path, identity, net, optimizer):
     progress = 0, 0, 0
     if path and os.path.exists(path):
         try:
-            # Without map_location the copies of all ranks land on GPU 0 (pytorch/examples#969).
+            # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             if checkpoint["identity"] != identity:
                 raise ValueError(f"it is of a job with {checkpoint['identity']}")
