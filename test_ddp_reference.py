@@ -107,38 +107,39 @@ class Lesson1Sampler(TestCase):
 # PyTorch's sampler. To break it, leave out `% len(order)` in DistributedSampler. Then experiment 5,
 # in which a sample is read twice, ends with an IndexError.
 EXPERIMENTS = """
+                  epoch 0               epoch 1
 1. 8 samples, no sampler
-         rank 0   [0, 1, 2, 3] [4, 5, 6, 7]    [0, 1, 2, 3] [4, 5, 6, 7]
-         rank 1   [0, 1, 2, 3] [4, 5, 6, 7]    [0, 1, 2, 3] [4, 5, 6, 7]
+         rank 0   [0,1,2,3] [4,5,6,7]   [0,1,2,3] [4,5,6,7]
+         rank 1   [0,1,2,3] [4,5,6,7]   [0,1,2,3] [4,5,6,7]
 2. 8 samples
-         rank 0   [4, 7, 2, 1]                 [4, 7, 2, 1]
-         rank 1   [0, 3, 5, 6]                 [0, 3, 5, 6]
+         rank 0   [4,7,2,1]             [4,7,2,1]
+         rank 1   [0,3,5,6]             [0,3,5,6]
 3. 8 samples, set_epoch
-         rank 0   [4, 7, 2, 1]                 [5, 2, 7, 1]
-         rank 1   [0, 3, 5, 6]                 [4, 6, 3, 0]
+         rank 0   [4,7,2,1]             [5,2,7,1]
+         rank 1   [0,3,5,6]             [4,6,3,0]
 4. 6 samples
-         rank 0   [2, 3, 1]                    [2, 3, 1]
-         rank 1   [5, 0, 4]                    [5, 0, 4]
+         rank 0   [2,3,1]               [2,3,1]
+         rank 1   [5,0,4]               [5,0,4]
    6 samples, drop_last
          rank 0
          rank 1
 5. 5 samples
-         rank 0   [4, 1, 2]                    [4, 1, 2]
-         rank 1   [0, 3, 4]                    [0, 3, 4]
+         rank 0   [4,1,2]               [4,1,2]
+         rank 1   [0,3,4]               [0,3,4]
    5 samples, set_epoch
-         rank 0   [4, 1, 2]                    [0, 2, 1]
-         rank 1   [0, 3, 4]                    [4, 3, 0]
+         rank 0   [4,1,2]               [0,2,1]
+         rank 1   [0,3,4]               [4,3,0]
 6. 10 samples
-         rank 0   [4, 7, 3, 0] [6]             [4, 7, 3, 0] [6]
-         rank 1   [1, 5, 9, 8] [2]             [1, 5, 9, 8] [2]
+         rank 0   [4,7,3,0] [6]         [4,7,3,0] [6]
+         rank 1   [1,5,9,8] [2]         [1,5,9,8] [2]
 7. 10 samples, drop_last
-         rank 0   [4, 7, 3, 0]                 [4, 7, 3, 0]
-         rank 1   [1, 5, 9, 8]                 [1, 5, 9, 8]"""
+         rank 0   [4,7,3,0]             [4,7,3,0]
+         rank 1   [1,5,9,8]             [1,5,9,8]"""
 
 
 def experiments(sampler_class):
     """Do the experiments, with samplers of this class: return the table."""
-    table = ""
+    table = "\n                  epoch 0               epoch 1"
     for title in re.findall(".* samples.*", EXPERIMENTS):
         table += f"\n{title}"
         dataset = range(int(title[3:5]))
@@ -149,8 +150,8 @@ def experiments(sampler_class):
             for epoch in range(2):
                 if "set_epoch" in title:
                     sampler.set_epoch(epoch)
-                batches = " ".join(str(batch.tolist()) for batch in loader)
-                line += f"   {batches:26}"
+                batches = " ".join(f"{batch.tolist()}" for batch in loader)
+                line += f"   {batches.replace(', ', ','):19}"
             table += line.rstrip()
     return table
 
