@@ -274,12 +274,12 @@ def train(args, device):
             samples_read += args.global_batch_size
             step = samples_read // args.global_batch_size
             if rank == 0:  # RANKS DIFFER
-                if step % args.log_every == 0:
-                    read = f"{samples_read}/{len(train_set)} samples"
-                    print(f"epoch {epoch} | {read} | loss {sums[1] / sums[0]:.4f}")
                 if args.checkpoint_every and step % args.checkpoint_every == 0:
                     progress = epoch, samples_read, sums
                     save_checkpoint(args.checkpoint, identity, net, optimizer, progress)
+                if step % args.log_every == 0:
+                    read = f"{samples_read}/{len(train_set)} samples"
+                    print(f"epoch {epoch} | {read} | loss {sums[1] / sums[0]:.4f}")
 
         means = named(sums[1:] / sums[0])  # This waits for the GPU, so it precedes the clock.
         speed = (samples_read - read_before) / (time.perf_counter() - began)

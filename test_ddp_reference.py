@@ -6,13 +6,15 @@
 
 First come six lessons: what data-parallel training guarantees. Each compares what ranks do with an
 oracle: PyTorch's own sampler, one process that has the whole batch, or a loop in plain PyTorch.
-Then come the other guarantees, in the order of the chapters of ddp_reference.py.
+Then come the other guarantees, in the order of the chapters of ddp_reference.py (the lessons cover
+chapters 1, 7 and 8).
 
 One helper, between the lessons and the chapters, starts ranks. run_job(3, options) runs a whole job
 on three ranks and returns what each rank printed. run_job(3, train=function) calls
 function(args, device) on each of three ranks, in place of the training.
 
-To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there.
+To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. Then let
+ddp_reference.py ignore the option, and see the lesson fail.
 """
 
 import contextlib
@@ -57,6 +59,7 @@ def setUpModule():
     unittest.addModuleCleanup(folder.cleanup)
     unittest.addModuleCleanup(os.chdir, HERE)
     os.chdir(folder.name)
+    os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
     logging.disable(logging.WARNING)  # PyTorch would log each rank that it ends.
     if GPUS:
         print(f"Up to {GPUS} ranks run on NCCL, with a GPU each. More share the GPUs, on gloo.")
@@ -217,7 +220,7 @@ def compare_step(micro_batch_size, args, device):
     what = f"the net of rank {dist.get_rank()} of {dist.get_world_size()} ({micro_batch_size=})"
     assert_close(net.state_dict(), expected.state_dict(), what)
     ddp.train_step(model, optimizer, (share(x), torch.full_like(share(y), -100)), 12)
-    assert_close(net.state_dict(), expected.state_dict(), f"after no label {what}")
+    assert_close(net.state_dict(), expected.state_dict(), f"after a step without labels {what}")
 
 
 class Lesson3Step(TestCase):
@@ -249,7 +252,7 @@ def compare_evaluation(num_samples, args, device):
     expected = loss_and_accuracy(net_with_batch_norm(), Ragged(num_samples))
 
     net = net_with_batch_norm().to(device)
-    net[0].running_mean += dist.get_rank()  # Under --local-bn each rank has other statistics.
+    net[0].running_mean += dist.get_rank()  # As after --local-bn: those of rank 0 count.
     means = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples))))
 
     what = f"the means of rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -267,11 +270,13 @@ class Lesson4Evaluation(TestCase):
 # PyTorch's layer does in one process with the samples of all ranks, even if the ranks have
 # unequally many. To break it, replace `backward = forward` in SumOverRanks by
 # `backward = staticmethod(lambda ctx, gradient: gradient)`. Then the gradients of x differ on 2
-# ranks, and the outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm.)
+# ranks, and the outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, which
+# does not use SumOverRanks.)
 def run_layer(layer, x):
     """Return what a layer computes from x, by name."""
     x = x.detach().requires_grad_()
     outputs = layer(x)
+    # The sum of the outputs, or of their squares, would hardly depend on x.
     outputs.pow(3).sum().backward()
     computed = {"outputs": outputs.detach(), "gradients of x": x.grad}
     return computed | dict(layer.named_buffers())
@@ -317,8 +322,8 @@ class Augmented(Ragged):
 
 
 def make_augmented_task(args, device):
-    """Return the task of this lesson. With micro-batches the net has no BatchNorm."""
-    net = plain_net() if args.micro_batch_size else ddp.ConvNet()
+    """Return the task of this lesson. In micro-batches, BatchNorm would not see the whole batch."""
+    net = ddp.ConvNet() if args.local_bn or not args.micro_batch_size else plain_net()
     optimizer = torch.optim.SGD(net.to(device).parameters(), momentum=0.9, weight_decay=0.1)
     return Augmented(43), Ragged(10), net, optimizer
 
@@ -351,7 +356,7 @@ def plain_loop(args, device):
 
 class Lesson6NumberOfProcesses(TestCase):
     def test_on_any_number_of_processes_and_with_stops_a_job_ends_as_a_plain_loop_does(self):
-        # Four ranks make two steps, three ranks the next two, and two ranks the last two.
+        # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2.
         stopped = [(4, 0.5), (3, 1.2), (2, None)]
         unstopped = [[(world_size, None)] for world_size in (1, 2, 3, 4)]
         for option in ("--micro-batch-size 2", "--num-workers 2"):
@@ -359,7 +364,7 @@ class Lesson6NumberOfProcesses(TestCase):
             expected = net_after(options, (1, None), train=plain_loop)
             for runs in (stopped, *unstopped):
                 net = net_after(options, *runs)
-                assert_close(net, expected, f"the net of a job {option} with the runs {runs}")
+                assert_close(net, expected, f"the net of a job {options} with the runs {runs}")
 
     def test_on_two_processes_a_stopped_job_ends_with_the_bits_of_one_that_was_not(self):
         expected = net_after(OPTIONS, (2, None))
@@ -374,9 +379,7 @@ class Lesson6NumberOfProcesses(TestCase):
 # Above is what data-parallel training guarantees. Here are the helpers.
 os.environ |= {
     "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    "NVIDIA_TF32_OVERRIDE": "0",  # TF32 would round more than a CPU.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
-    "KINETO_LOG_LEVEL": "9",  # PyTorch's profiler prints nothing by itself.
 }
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
 TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
@@ -386,11 +389,14 @@ def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method("fork", force=True)  # So loader workers start fast.
     torch.set_num_threads(1)
+    environ = f"RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size}"
+    # LOCAL_RANK differs from RANK, as it does on a second machine.
+    environ += f" LOCAL_RANK={world_size - 1 - rank}"
     # The ranks find each other by a store of the process that has started them.
-    variables = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size}"
-    variables += f" LOCAL_WORLD_SIZE={world_size} MASTER_ADDR=localhost MASTER_PORT={port}"
-    variables += " TORCHELASTIC_USE_AGENT_STORE=True"
-    os.environ |= dict(variable.split("=") for variable in variables.split())
+    environ += f" MASTER_ADDR=localhost MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True"
+    # TF32 rounds more than a CPU. Kineto, PyTorch's profiler, would print lines of its own.
+    environ += " NVIDIA_TF32_OVERRIDE=0 KINETO_LOG_LEVEL=9"
+    os.environ |= dict(variable.split("=") for variable in environ.split())
     vars(ddp).update(replacements)
     sys.argv = ["ddp_reference.py", *options.split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
@@ -439,14 +445,14 @@ def assert_close(actual, expected, what, tolerance=2e-5):
         rtol=tolerance,
         atol=tolerance,
         check_device=False,
-        msg=lambda difference: f"{what} should be another: {difference}",
+        msg=lambda difference: f"{what} is wrong: {difference}",
     )
 
 
 # ---- Chapter 2: the sampler
 class Chapter2Sampler(TestCase):
     def test_an_order_is_no_python_list_of_all_indices(self):
-        tracemalloc.start()  # It sees Python's own memory, as of a list of 36 MB.
+        tracemalloc.start()  # It sees a list, which would take 36 MB, but not a tensor.
         next(iter(ddp.DistributedSampler(range(10**6), 1, 0)))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -483,14 +489,14 @@ class Clock:
 
 class Chapter4Loop(TestCase):
     def test_a_step_has_two_collectives_and_never_waits_by_item(self):
-        options = "--epochs 1 --local-bn --num-workers 1 --clip-grad-norm 1 --global-batch-size"
-        # The task is one with SGD, because Adam calls .item() for numbers that lie on the CPU.
+        options = "--epochs 1 --local-bn --micro-batch-size 2 --num-workers 1 --clip-grad-norm 1"
+        # 43 samples are 7 steps of 6, or 3 of 12. With Adam there would be .item() on the CPU.
         replacements = {"train": train_and_print_operators, "make_task": make_augmented_task}
-        seven_steps, _ = run_job(2, f"{options} 6", **replacements)
-        three_steps, _ = run_job(2, f"{options} 12", **replacements)
+        of_7_steps, _ = run_job(2, f"{options} --global-batch-size 6", **replacements)
+        of_3_steps, _ = run_job(2, f"{options} --global-batch-size 12", **replacements)
 
         for operator, count in (("c10d::", 2), ("aten::item", 0)):
-            added = seven_steps.count(operator) - three_steps.count(operator)
+            added = of_7_steps.count(operator) - of_3_steps.count(operator)
             assert added == 4 * count, f"four steps more call {operator} {added} times"
 
     def test_ranks_steps_and_micro_batches_draw_random_numbers_of_their_own(self):
@@ -499,7 +505,7 @@ class Chapter4Loop(TestCase):
 
         drawn = re.findall(r"torch.bfloat16 drawn \S+", "".join(ranks))
         different = len(set(drawn))
-        assert different == 32, f"{different} numbers on 2 ranks in 8 steps of 2 micro-batches"
+        assert different == 32, f"{different} numbers on 2 ranks, in 8 steps of 2 micro-batches"
 
     def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
         # With a learning rate of 0 the net stays what it is, and its numbers are known.
@@ -521,7 +527,7 @@ epoch 0 | {means} | 12.0 samples/s
 epoch 1 | 48/48 samples | loss {loss:.4f}
 epoch 1 | {means} | 24.0 samples/s
 """
-        assert printed.endswith(expected), printed
+        assert printed.endswith(expected), f"{printed}\nshould end with{expected}"
         assert "nothing is left to do" in finished
 
 
@@ -651,7 +657,7 @@ class Chapter9Hangs(TestCase):
         cls.sleeper = start(f"-m torch.distributed.run {TORCHRUN} {job}")
 
     def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
-        endless = f"{SMALL} --epochs 100000 --log-every 1 --nproc-per-node 1 --num-workers 1"
+        endless = f"{SMALL} --epochs 9999 --log-every 1 --nproc-per-node 1 --num-workers 1"
         for number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
             launcher = start(f"-m ddp_reference {endless}")
             while not launcher.stdout.readline().startswith("epoch"):
