@@ -403,8 +403,9 @@ def save_checkpoint(path, identity, net, optimizer, progress):
 def resume(path, identity, net, optimizer):
     """Load the checkpoint if there is one. Return its progress, (epoch, samples_read, sums).
 
-    identity: a text that must be equal when a job goes on. Nothing in the file is executed. Raises
-    ValueError for a file that is damaged, of another job, or found by some ranks only.
+    Without a file the progress is (0, 0, 0); otherwise sums is on the CPU. identity: a text that
+    must be equal when a job goes on. Nothing in the file is executed. Raises ValueError for a file
+    that is damaged, of another job, or found by some ranks only.
     """
     progress = 0, 0, 0
     if path and os.path.exists(path):
@@ -538,7 +539,8 @@ def watched(batches, timeout):
     """Yield the batches. If one and its step take longer than timeout seconds, end the job.
 
     First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
-    one after another. Then the last one exits, which ends the others.
+    one after another. Then the last one exits, which ends the others. A rank that is not in such a
+    loop prints nothing; the timeout of its process group should be longer, and ends it.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seconds = timeout + 5 * rank / world_size  # RANKS DIFFER

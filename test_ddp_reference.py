@@ -546,7 +546,7 @@ def start(command):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    unittest.addModuleCleanup(program.kill)  # in case no test has waited for its end
+    unittest.addModuleCleanup(program.terminate)  # in case no test has waited for its end
     return program
 
 
