@@ -475,7 +475,10 @@ def train_and_print_operators(args, device, train=ddp.train):
 
 
 def print_random_number(output, y, batch_sums=ddp.batch_sums):
-    """In place of batch_sums(): in training print a number as dropout would draw it."""
+    """In place of batch_sums(): in training print a number as dropout would draw it.
+
+    The type of the output tells whether the net ran under --amp.
+    """
     if output.requires_grad:
         print(output.dtype, "drawn", torch.rand(1, device=y.device).item())
     return batch_sums(output, y)
@@ -488,7 +491,7 @@ def make_plain_task(args, device):
 
 
 class Clock:
-    """A clock that is two seconds later at each look."""
+    """In place of the module time: a clock that is two seconds later at each look."""
 
     perf_counter = itertools.count(0, 2).__next__
 
@@ -527,6 +530,7 @@ class Chapter4Loop(TestCase):
 
         printed = "".join(run_job(3, options, **replacements))  # Only rank 0 prints.
 
+        # Between two looks at the clock, 24 samples are read after the stop, and then 48.
         expected = f"""
 resuming from numbers: epoch 0, 24 samples read
 epoch 0 | 48/48 samples | loss {loss:.4f}
