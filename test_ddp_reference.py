@@ -539,7 +539,8 @@ epoch 1 | 48/48 samples | loss {loss:.4f}
 epoch 1 | {means} | 24.0 samples/s
 """
         assert printed.endswith(expected), f"{printed}\nshould end with{expected}"
-        assert "nothing is left to do" in run_job(3, options, **replacements)[0]
+        # The next epoch begins with a resume, too.
+        assert f"epoch 2 | {means}" in run_job(3, f"{options} --epochs 3", **replacements)[0]
 
 
 # ---- Chapter 5: the processes
