@@ -386,7 +386,6 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
 }
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
-TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
 
 
 def be_rank(rank, world_size, port, options, replacements):
@@ -642,6 +641,7 @@ class Chapter6Checkpoints(TestCase):
 
 
 # ---- Chapter 9: hangs, and processes that are left over
+TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
 PROGRAM = """
 import os, signal
 import torch._dynamo  # PyTorch would import this in the first step, which would take seconds.
