@@ -1,37 +1,40 @@
 """Data-parallel training with PyTorch in one file: run it, read it, copy it and edit your copy.
 
-    bash run.sh         # one process per GPU, or two processes on the CPU. Options: --help
+    bash run.sh         # one process per GPU, or two on the CPU. --help lists the options.
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-Several processes run this file. Each process has a number from 0, its rank; the number of processes
-is the world size. Every rank holds a copy of the net. In each step the ranks share one global batch
-of samples: each rank computes the gradient of its own share, and DistributedDataParallel (DDP)
-averages the gradients over the ranks. Then all ranks make the same optimizer step, so the copies
+Several processes run this file. Each has a number from 0, its rank; the number of processes is the
+world size. Every rank holds a copy of the net. In each step the ranks share one global batch of
+samples: each rank computes the gradient of its own share, and DistributedDataParallel (DDP)
+averages the gradients over the ranks. Then all ranks make the same optimizer step, so their copies
 stay equal.
 
-The number of ranks changes the time that a training takes, but its result only by rounding. The
-exceptions are dropout, because each rank draws its own masks, and BatchNorm with --local-bn or
---micro-batch-size, because it sees less than the global batch. A job that was killed continues from
-its checkpoint, on any number of ranks that divides the global batch.
+More ranks make a training faster, and change its result only by rounding. (Dropout and two options
+are exceptions, which the README explains.) A job that was killed goes on from its checkpoint, on
+any number of ranks that divides the global batch.
 
 Some calls need every rank: an all-reduce gives each rank the sum of all ranks' tensors, a broadcast
-gives each rank the tensor of rank 0. If one rank skips such a call, the others wait until a timeout
-ends the job. The comment RANKS MEET marks each such call, even where another one hides it. The
-comment RANKS DIFFER marks each line in which ranks do different things.
+gives each rank the tensor of rank 0. If one rank skips such a call, the others wait for it until
+the job is ended. RANKS MEET marks these calls, also those inside a function that is called.
+RANKS DIFFER marks where ranks begin to do different things.
 
-Chapters 1 to 5 are data-parallel training. Chapters 6 to 10 are read when a line needs them.
+Chapters 1 to 5 are data-parallel training. Chapters 6 to 9 hold what they call, to be read when a
+line needs it.
 """
 
 import argparse
+import ctypes
 import faulthandler
+import fcntl
+import functools
 import os
 import random
+import signal
 import sys
-import tarfile
 import tempfile
-import threading
 import time
 import warnings
+import zipfile
 from datetime import timedelta
 
 import numpy as np
@@ -44,14 +47,16 @@ import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
-# ---- 1. Your task: the data, the net, the loss, the learning rate. Change this chapter.
+# ---- 1. Your task: the data, the net, the loss, the learning rate, the options. Edit this chapter.
 class SyntheticDataset(Dataset):
-    """Random signals x, float32 (3, length). Labels y, int64 (length,): argmax of smoothed x."""
+    """Random signals x, float32 (3, length), with labels y, int64 (length,).
+
+    y[t] is the channel whose mean over t - 1, t and t + 1 is largest.
+    """
 
     def __init__(self, num_samples, length, seed):
         self.num_samples = num_samples
@@ -62,22 +67,18 @@ class SyntheticDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index):
-        # An item depends on (seed, index) alone. The hash of integers is the same in each process.
-        generator = torch.Generator().manual_seed(hash((self.seed, index)))
-        x = torch.randn(3, self.length, generator=generator)
+        rng = np.random.default_rng((self.seed, index))  # Any rank may have to read any item.
+        x = torch.from_numpy(rng.standard_normal((3, self.length), dtype=np.float32))
         return x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=0).indices
 
 
 class ConvNet(nn.Sequential):
-    """Three Conv1d/BatchNorm1d layers: float32 (N, 3, L) to logits (N, 3, L).
-
-    BatchNorm subtracts the mean, so a bias of the convolution would have no effect. Its gradient
-    would be rounding noise, which Adam would turn into full-size steps.
-    """
+    """Three Conv1d layers with BatchNorm1d: float32 (N, 3, L) to logits (N, 3, L)."""
 
     def __init__(self):
         layers = []
         for in_channels, out_channels in ((3, 16), (16, 32), (32, 3)):
+            # BatchNorm would remove any bias of the convolution.
             conv = nn.Conv1d(in_channels, out_channels, 3, padding=1, bias=False)
             layers += [conv, nn.BatchNorm1d(out_channels), nn.ReLU()]
         super().__init__(*layers[:-1])  # After the logits there is no ReLU.
@@ -89,11 +90,11 @@ METRICS = ("loss", "accuracy")  # The names of the means that are printed.
 def batch_sums(output, y):
     """Return the number of labels, then a sum for each of METRICS: float64 (1 + len(METRICS),).
 
-    output: logits (N, C, ...). y: int64 (N, ...); cross_entropy ignores the label -100. The first
-    metric must be the loss, whose gradient is computed. Sums of batches can be added up. Means
-    cannot, because batches have unequally many labels.
+    output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. The first metric must
+    be the loss, whose gradient is computed. Sums are returned because those of several batches can
+    be added up. Means cannot, because batches have unequally many labels.
     """
-    loss = F.cross_entropy(output, y, reduction="sum")
+    loss = F.cross_entropy(output.float(), y, reduction="sum")
     predicted = output.max(dim=1).indices  # argmax() returns the same, but is slower on a CPU.
     return torch.stack([(y != -100).sum(), loss.double(), (predicted == y).sum()])
 
@@ -106,17 +107,48 @@ def learning_rate(args, epochs_done):
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    All ranks are seeded alike before, so they make the same net. train() sets the learning rates.
-    An item is a sequence of tensors, of which the last is y. It may draw random numbers, but from
-    the global generators of PyTorch, NumPy or Python, because train() seeds these for each item.
+    An item is a tuple of tensors, of which the last is y. It may draw random numbers, but only from
+    the global generators of PyTorch, NumPy and Python, which are seeded before each item is read.
+    All ranks are seeded alike before this call, so they make the same net.
     """
-    if args.shards:
-        train_set, val_set = ShardDataset(args.shards), ShardDataset(args.val_shards)
-    else:
-        train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-        val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # 25 give two ranks unequal shares.
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters())
+
+
+def positive_int(text):
+    """Return the number that is written in text. argparse refuses a text for which this raises."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def parse_args():
+    """Return the options, and a function that refuses them: it prints a line, exits with status 2.
+
+    To add an option, add a line.
+    """
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=formatter)
+    add = functools.partial(parser.add_argument, type=positive_int)  # unless another type is given
+    add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
+    add("--num-workers", type=int, default=0, help="processes with which each loader reads")
+    add("--epochs", default=6, help="passes over the training data")
+    add("--global-batch-size", default=240, help="samples in a step, over all ranks")
+    add("--micro-batch-size", help="samples that a rank computes at once; None: its whole share")
+    add("--lr", type=float, default=0.01, help="learning rate")
+    add("--clip-grad-norm", type=float, default=0, help="largest norm of the gradient; 0: any")
+    add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
+    add("--checkpoint", type=str, help="a file: resume from it if it exists, and write it")
+    add("--checkpoint-every", help="write it every so many steps, and not only after each epoch")
+    add("--log-every", default=50, help="steps between lines")
+    add("--timeout", default=600, help="seconds until a hang is ended")
+    add("--num-samples", default=1200, help="of the synthetic data")
+    add("--length", default=1000, help="of a synthetic signal")
+    parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
+    parser.add_argument("--local-bn", action="store_true", help="BatchNorm over a rank's share")
+    return parser.parse_args(), parser.error
 
 
 # ---- 2. Which samples a rank reads
@@ -128,7 +160,7 @@ class DistributedSampler(Sampler):
     its positions r, r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches
     of all ranks are together the positions kB to kB + B - 1: on any number of ranks a step has the
     same samples. If W does not divide the dataset, the first samples are repeated at the end; with
-    drop_last the last ones are left out.
+    drop_last the last ones are left out. Raises ValueError for a rank that is not one of W.
     """
 
     def __init__(
@@ -137,6 +169,8 @@ class DistributedSampler(Sampler):
         self.dataset = dataset
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"there is no rank {self.rank} among {self.num_replicas} ranks")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         round_up = 0 if drop_last else self.num_replicas - 1
         self.num_samples = (len(dataset) + round_up) // self.num_replicas
@@ -144,7 +178,12 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the order. samples_read: what all ranks have read of it, a multiple of W."""
+        """Choose the order of an epoch, of which the ranks have read samples_read together.
+
+        Raises ValueError if W does not divide samples_read, because then no step has ended there.
+        """
+        if samples_read % self.num_replicas:
+            raise ValueError(f"{samples_read=} is not a multiple of {self.num_replicas} ranks")
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
@@ -174,29 +213,37 @@ def forward(model, batch, amp):
         return batch_sums(model(*inputs), y)
 
 
-def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, amp=False):
+def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0, amp=False):
     """Make one optimizer step from this rank's share of the global batch.
 
     The gradient is that of the mean loss over all labels of the global batch. To save memory, the
     share is computed in micro-batches, equally many on each rank. Returns the batch_sums() of the
-    global batch, without waiting for a GPU.
+    global batch, without waiting for a GPU. Raises TypeError for what is not a DDP model, or not a
+    list of tensors with the sample as first dimension.
     """
-    micro_batches = list(zip(*(tensor.split(micro_batch_size) for tensor in batch)))
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError("train_step() needs DistributedDataParallel(net), which averages gradients")
+    if not all(map(torch.is_tensor, batch)):
+        raise TypeError("an item must be a tuple of tensors or numbers, of which the last is y")
+    size = micro_batch_size or len(batch[-1])
+    # [(x, y), (x, y), ...]. strict: the first dimension of each tensor must be the sample.
+    micro_batches = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
     total = 0
     for micro_batch in micro_batches:
-        # DDP averages the gradients over the ranks in the last backward pass. In those before,
-        # they only add up on this rank. DDP.no_sync() sets the same flag.
+        # DDP all-reduces the gradients in a backward pass. Only the last one needs that: before,
+        # gradients add up on their rank. (DDP.no_sync() sets the same flag.)
         model.require_backward_grad_sync = micro_batch is micro_batches[-1]
         sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-        sums[1].backward()  # RANKS MEET in BatchNorm, and in the last micro-batch for gradients.
+        loss = sums[1]  # sums[0] is the number of labels.
+        loss.backward()  # RANKS MEET in BatchNorm, and in the last micro-batch for the gradients.
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # DDP has left the sum of the ranks' gradients divided by the world size. Wanted is the sum
-    # divided by the number of labels (huggingface/transformers#34242), or 0 if there are none.
+    # DDP has divided the sum of the ranks' gradients by the world size. Wanted is the sum divided
+    # by the number of labels (huggingface/transformers#34242), or 0 if there are none.
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # one kernel for all gradients
+    torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
     if clip_grad_norm:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
@@ -206,99 +253,111 @@ def train_step(model, optimizer, batch, micro_batch_size, clip_grad_norm=None, a
 
 @torch.no_grad()
 def evaluate(net, batches, amp=False):
-    """Return the means of METRICS over the batches of all ranks. net: without DDP's wrapper."""
-    for buffer in net.buffers():  # With --local-bn each rank has statistics of its own.
+    """Return the batch_sums() over the batches of all ranks. net: without DDP's wrapper."""
+    for buffer in net.buffers():  # All ranks evaluate with the BatchNorm statistics of rank 0.
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
     total = torch.zeros(1 + len(METRICS), dtype=torch.float64).to(next(net.parameters()).device)
-    for batch in batches:  # Here ranks do not meet, because one may have a batch less.
+    for batch in batches:  # Ranks do not meet here, so they may have unequally many batches.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
-    return (total[1:] / total[0]).tolist()
+    return total
 
 
-def named(means, prefix=""):
-    """Return the means with their names, as in "loss 0.5000 accuracy 0.7500"."""
+def named(sums, prefix=""):
+    """Return the means of METRICS as a text, as in "loss 0.5000 accuracy 0.7500"."""
+    means = sums[1:] / sums[0]
     return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(METRICS, means))
 
 
 # ---- 4. The loop
+def make_loaders(args, train_set, val_set, device):
+    """Return (train_loader, val_loader), which read this rank's share of the samples."""
+    share = (
+        args.global_batch_size // dist.get_world_size()
+    )  # main() has refused what leaves a remainder.
+    if len(train_set) < args.global_batch_size:
+        raise ValueError("--global-batch-size is larger than the training set")
+    options = {
+        "num_workers": args.num_workers,
+        "persistent_workers": args.num_workers > 0,  # To start them takes seconds.
+        "worker_init_fn": end_with_parent,
+        "pin_memory": device.type == "cuda",
+    }
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    # A DistributedSampler would repeat samples here, which falsifies the means
+    # (pytorch/pytorch#25162). This way some ranks may have one sample less.
+    val_sampler = range(dist.get_rank(), len(val_set), dist.get_world_size())  # RANKS DIFFER
+    val_loader = DataLoader(val_set, args.micro_batch_size or share, sampler=val_sampler, **options)
+    return train_loader, val_loader
+
+
 def train(args, device):
     """Train and evaluate. Every rank runs this function."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    share = args.global_batch_size // world_size  # main() has refused what does not divide.
-    micro_size = args.micro_batch_size or share
-    seed_generators(args.seed)  # All ranks make the same net.
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    # Make the task, the same on every rank.
+    seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
-    if not args.local_bn:
-        convert_batch_norm(net)  # chapter 8
-
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    # Starting workers takes seconds, so they persist. end_with_parent() is in chapter 9.
-    options = {"num_workers": args.num_workers, "persistent_workers": args.num_workers > 0}
-    options |= {"worker_init_fn": end_with_parent, "pin_memory": device.type == "cuda"}
-    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    if not loader:  # It has no batch.
-        raise ValueError("--global-batch-size is larger than the training set")
-    # A DistributedSampler would repeat samples, and so falsify the means: pytorch/pytorch#25162.
-    val_share = range(rank, len(val_set), world_size)  # RANKS DIFFER
-    val_loader = DataLoader(val_set, micro_size, sampler=val_share, **options)
+    train_loader, val_loader = make_loaders(args, train_set, val_set, device)
+    if not args.local_bn:
+        net = convert_batch_norm(net)
 
+    # Go on where the checkpoint ends, if there is one. RANKS MEET in resume().
+    path = args.checkpoint
     identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
-    # samples_read: of this epoch, by all ranks. sums: their batch_sums(). Both survive a kill.
-    start, samples_read, sums = resume(args.checkpoint, identity, net, optimizer)  # RANKS MEET
+    first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
+    sums = sums.to(device)  # of the samples read, so that the printed means cover the whole epoch
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
     model.broadcast_buffers = False  # evaluate() does so. The argument is deprecated since 2.13.
-    if samples_read:
-        sums = sums.to(device)
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
         print(f"ddp on {dist.get_backend()}, {job}, torch {torch.__version__}")
-        if start or samples_read:
-            print(f"resuming from {args.checkpoint}: epoch {start}, {samples_read} samples read")
-        if start >= args.epochs:
-            print("nothing is left to do: raise --epochs to go on")
-    for epoch in range(start, args.epochs):
-        sampler.set_epoch(epoch, samples_read)  # Otherwise every epoch has the same order.
-        train_set.set_epoch(epoch)  # for the random numbers of items (chapter 7)
-        began = time.perf_counter()
-        read_before = samples_read
+        if first_epoch or samples_read:
+            print(f"resuming from {path}: epoch {first_epoch}, {samples_read} samples read")
+
+    for epoch in range(first_epoch, args.epochs):
+        train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
+        train_set.epoch.fill_(epoch)  # for the random numbers of items (chapter 7)
+        began, read_before = time.perf_counter(), samples_read
         model.train()
-        for batch in watched(loader, args.timeout):  # RANKS MEET in each step.
+        for batch in watched(train_loader, args.timeout):  # RANKS MEET in each step.
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, epoch + samples_read / len(train_set))
             seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
-            sums += train_step(model, optimizer, batch, micro_size, args.clip_grad_norm, args.amp)
+            sums += train_step(
+                model, optimizer, batch, args.micro_batch_size, args.clip_grad_norm, args.amp
+            )
             samples_read += args.global_batch_size
             step = samples_read // args.global_batch_size
             if rank == 0:  # RANKS DIFFER
                 if args.checkpoint_every and step % args.checkpoint_every == 0:
-                    progress = epoch, samples_read, sums
-                    save_checkpoint(args.checkpoint, identity, net, optimizer, progress)
+                    save_checkpoint(path, identity, net, optimizer, (epoch, samples_read, sums))
                 if step % args.log_every == 0:
-                    read = f"{samples_read}/{len(train_set)} samples"
-                    print(f"epoch {epoch} | {read} | loss {sums[1] / sums[0]:.4f}")
+                    print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named(sums)}")
 
-        means = named(sums[1:] / sums[0])  # This waits for the GPU, so it precedes the clock.
+        means = named(sums)  # This waits for the GPU, so the clock is read after it.
         speed = (samples_read - read_before) / (time.perf_counter() - began)
-        val_means = evaluate(net, watched(val_loader, args.timeout), args.amp)  # RANKS MEET
-        samples_read, sums = 0, 0
+        # RANKS MEET in evaluate().
+        val_means = named(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
+        samples_read, sums = 0, torch.zeros_like(sums)
         if rank == 0:  # RANKS DIFFER
-            print(f"epoch {epoch} | {means} | {named(val_means, 'val_')} | {speed:.1f} samples/s")
-            if args.checkpoint:
-                save_checkpoint(args.checkpoint, identity, net, optimizer, (epoch + 1, 0, 0))
+            if path:
+                save_checkpoint(path, identity, net, optimizer, (epoch + 1, 0, sums))
+            print(f"epoch {epoch} | {means} | {val_means} | {speed:.1f} samples/s")
 
 
 # ---- 5. The processes
-@record  # torchrun then reports the traceback of the rank that failed.
-def run_rank(local_rank, world_size, args, init_method="env://"):
+def run_rank(args, init_method="env://"):
     """Run one rank: choose its device, join the process group, train.
 
-    local_rank: the number of the rank on its machine. init_method: how the ranks find each other,
-    which is a file if mp.spawn() has started them, and environment variables if torchrun has.
+    torchrun has told the rank its numbers in environment variables. init_method: how the ranks find
+    each other, by default at the address that torchrun has set, too.
     """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
     end_with_parent()
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file or pipe late.
     num_gpus = torch.cuda.device_count()
@@ -306,79 +365,69 @@ def run_rank(local_rank, world_size, args, init_method="env://"):
     if num_gpus:
         device = torch.device("cuda", local_rank % num_gpus)  # RANKS DIFFER
         torch.cuda.set_device(device)
-    if world_size == args.nproc_per_node:  # One machine, so the loopback interface is enough.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
-    backend = "nccl" if args.nproc_per_node <= num_gpus else "gloo"  # In gloo ranks share GPUs.
-    rank = int(os.environ.get("RANK", local_rank))
-    timeout = timedelta(seconds=args.timeout + 20)  # later than that of watched()
+    if world_size == local_world_size:  # One machine, so the loopback interface is enough.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # NCCL needs a GPU for each rank. gloo does not.
+    backend = "nccl" if local_world_size <= num_gpus else "gloo"
+    timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of watch()
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
-    train(args, device)  # The model ends with this call. With the model alive, the next may hang.
-    # Not in a `finally`: a rank that failed would wait for the others (pytorch/torchtitan#1342).
+    watch(args.timeout)
+    try:
+        train(args, device)
+    except Exception:
+        # The traceback is read when the process has ended, but NCCL may keep it from ending.
+        faulthandler.dump_traceback_later(30, exit=True)
+        raise
+    # train() must have returned, because this call may hang while a DDP model exists. It is left
+    # out after an exception, when it would wait for the other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run_spawned_rank(rank, world_size, args, init_method):
+    """Run one rank that mp.spawn() has started: first set the variables that torchrun sets."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = f"{rank}"
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = f"{world_size}"
+    run_rank(args, init_method)
 
 
 def main():
-    """Read the command line and train: as one rank if torchrun has started this process.
+    """Train: as one rank if torchrun has started this process, otherwise start a rank per GPU.
 
-    Otherwise start the ranks of this machine, and wait for them. What cannot work is refused in one
-    line, with status 2.
+    What cannot work is refused in one line, with status 2.
     """
+    args, refuse = parse_args()
+    under_torchrun = "LOCAL_RANK" in os.environ
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not under_torchrun and ("RANK" in os.environ or num_tasks != "1"):
+        refuse("each task would start a job of its own: start one a machine, with torchrun")
     num_gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-    for name, kind, default, meaning in (
-        ("--nproc-per-node", int, num_gpus or 2, "processes on this machine"),
-        ("--num-workers", int, 0, "processes with which each loader reads"),
-        ("--epochs", int, 6, "passes over the training data"),
-        ("--global-batch-size", int, 240, "samples in a step, over all ranks"),
-        ("--micro-batch-size", int, None, "samples a rank computes at once; None: its share"),
-        ("--lr", float, 0.01, "learning rate"),
-        ("--clip-grad-norm", float, None, "largest norm of the gradient"),
-        ("--seed", int, 0, "of the net, the order and the synthetic data"),
-        ("--checkpoint", str, None, "a file: resume from it if it exists, and write it"),
-        ("--checkpoint-every", int, None, "write it every so many steps, not only each epoch"),
-        ("--log-every", int, 50, "steps between lines"),
-        ("--timeout", int, 600, "seconds until a hang is ended"),
-        ("--num-samples", int, 1200, "of the synthetic data"),
-        ("--length", int, 1000, "of a synthetic signal"),
-    ):
-        parser.add_argument(name, type=kind, default=default, help=f"{meaning} [{default}]")
-    parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
-    parser.add_argument("--local-bn", action="store_true", help="BatchNorm over a rank's share")
-    parser.add_argument("--shards", nargs="+", help="tar files to train on")
-    parser.add_argument("--val-shards", nargs="+", help="tar files to evaluate on")
-    args = parser.parse_args()
-
-    local_rank = os.environ.get("LOCAL_RANK")  # a text, if torchrun has started this process
-    world_size = args.nproc_per_node
-    if local_rank:
-        world_size = int(os.environ["WORLD_SIZE"])
-        args.nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    elif "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        parser.error("each task would start a job of its own: start one a machine, with torchrun")
     if num_gpus and not torch.cuda.is_available():
-        parser.error("CUDA does not start. Driver older than 580? TORCH=torch==2.10.0 bash run.sh")
-    share, rest = divmod(args.global_batch_size, world_size)
-    if rest or share < 1:
-        low = max(share, 1) * world_size
-        parser.error(f"--global-batch-size: equal shares need {low} or {low + world_size}")
-    if bool(args.shards) != bool(args.val_shards):
-        parser.error("--shards and --val-shards go together")
+        refuse("CUDA does not start; PyTorch's warning says why. Old driver: TORCH=torch==2.10.0")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if not num_gpus and not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+        refuse("this PyTorch sees no GPU. To train on the CPU, set CUDA_VISIBLE_DEVICES= (nothing)")
+    world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
+    if min(args.num_workers, args.lr, args.clip_grad_norm, args.seed) < 0:
+        refuse("--num-workers, --lr, --clip-grad-norm and --seed cannot be below 0")
+    if args.global_batch_size % world_size:
+        refuse(f"--global-batch-size must be a multiple of the number of processes, {world_size}")
     if args.checkpoint_every and not args.checkpoint:
-        parser.error("--checkpoint-every needs --checkpoint")
+        refuse("--checkpoint-every needs --checkpoint")
     if args.checkpoint is not None:
-        path = os.path.abspath(args.checkpoint)  # For "" this is the working directory.
+        path = os.path.realpath(args.checkpoint)  # For "" this is the working directory.
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            parser.error("--checkpoint is a folder, or its folder is missing or read-only")
+            refuse("--checkpoint is a folder, or its folder is missing or read-only")
 
-    if local_rank:
-        return run_rank(int(local_rank), world_size, args)
+    if under_torchrun:
+        return run_rank(args)
     threads = torch.get_num_threads() // world_size or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Otherwise each rank uses all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.
     try:
         with tempfile.TemporaryDirectory() as folder:
             # A port could be taken by another job (pytorch/pytorch#126510), but not this file.
-            mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
+            mp.spawn(run_spawned_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
         os._exit(130)  # sys.exit() would wait for the ranks, which end when this process does.
 
@@ -387,29 +436,39 @@ def main():
 def save_checkpoint(path, identity, net, optimizer, progress):
     """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
 
-    resume() compares identity and returns progress. Raises FloatingPointError if a parameter is not
-    finite, and leaves the file as it was.
+    identity: a text that resume() compares. progress: what resume() returns. Raises
+    FloatingPointError if the net holds a number that is not finite, and BlockingIOError while
+    another job writes the file. Then the file stays as it was.
     """
-    if not all(parameter.isfinite().all() for parameter in net.parameters()):
-        raise FloatingPointError(f"a parameter is not finite, so {path} was not written")
-    states = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
-    with open(f"{path}.tmp", "wb") as file:
+    path = os.path.realpath(path)  # A symbolic link stays one.
+    state = net.state_dict()
+    if not all(tensor.isfinite().all() for tensor in state.values()):
+        raise FloatingPointError(f"the net is not finite any more, so {path} was not written")
+    with open(f"{path}.tmp", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Linux frees it when a process ends.
+        except BlockingIOError:
+            raise BlockingIOError(f"another job is writing --checkpoint {path}") from None
+        file.truncate(0)
+        states = {"net": state, "optimizer": optimizer.state_dict()}
         torch.save({"identity": identity, "progress": progress, **states}, file)
         file.flush()
         os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-    os.replace(f"{path}.tmp", path)
+        os.replace(f"{path}.tmp", path)
 
 
 def resume(path, identity, net, optimizer):
-    """Load the checkpoint if there is one. Return its progress, (epoch, samples_read, sums).
+    """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
 
-    Without a file the progress is (0, 0, 0); otherwise sums is on the CPU. identity: a text that
-    must be equal when a job goes on. Nothing in the file is executed. Raises ValueError for a file
-    that is damaged, of another job, or found by some ranks only.
+    Without a file these are zeros. sums, float64 (1 + len(METRICS),), is on the CPU. Nothing in the
+    file is executed. Raises ValueError for a file that is damaged or of another job, and if not all
+    ranks have the same data and find the same file.
     """
-    progress = 0, 0, 0
+    progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path and os.path.exists(path):
         try:
+            if zipfile.ZipFile(path).testzip():  # torch.load() does not compare checksums.
+                raise ValueError("a checksum is wrong")
             # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             if checkpoint["identity"] != identity:
@@ -418,37 +477,40 @@ def resume(path, identity, net, optimizer):
             optimizer.load_state_dict(checkpoint["optimizer"])
             progress = checkpoint["progress"]
         except Exception as error:
-            raise ValueError(f"{path} is damaged or of another job: {error!r}") from error
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, progress[:2])  # RANKS MEET, before rank 0 writes the file.
-    if len(set(found)) > 1:
-        raise ValueError(f"not all ranks have found {path}: all machines need the file")
+            raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (identity, *progress[:2]))  # RANKS MEET before rank 0 writes.
+    if len(set(ranks)) > 1:
+        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {ranks}")
     return progress
 
 
 # ---- 7. Random numbers
-# They depend on (seed, epoch, index) while an item is read, and in a step on (seed, epoch,
-# samples_read, rank). So no checkpoint needs to hold the state of a generator.
-def seed_generators(*numbers):
-    """Seed the generators of PyTorch, NumPy and Python from a tuple of integers."""
-    seed = hash(numbers) % 2**32  # The hash of integers is the same in every process.
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 70 times as long.
+def seed_generators(seed, *place):
+    """Seed the generators of PyTorch, NumPy and Python for a place in the training.
+
+    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank), all integers
+    from 0 on. Because of this no checkpoint has to hold the state of a generator.
+    """
+    # Three seeds, because PyTorch and NumPy draw the same numbers from the same seed.
+    sequence = np.random.SeedSequence(seed, spawn_key=place)
+    torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
+    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() takes 70 times as long.
     if torch.cuda.is_initialized():  # This is not so in a loader worker.
-        torch.cuda.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+        torch.cuda.manual_seed(torch_seed)
+    np.random.seed(numpy_seed)
+    random.seed(python_seed)
 
 
 class SeededItems(Dataset):
-    """A dataset whose items draw the same random numbers on any number of ranks and workers."""
+    """A dataset whose items draw the same random numbers on any number of ranks and workers.
+
+    In each epoch they draw others: epoch.fill_(3) chooses those of the fourth.
+    """
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
         self.epoch = torch.tensor(0).share_memory_()  # Loader workers see it change.
-
-    def set_epoch(self, epoch):
-        """Choose the random numbers of this epoch."""
-        self.epoch.fill_(epoch)
 
     def __len__(self):
         return len(self.dataset)
@@ -459,136 +521,80 @@ class SeededItems(Dataset):
 
 
 # ---- 8. BatchNorm over the job
-class SumOverRanks(torch.autograd.Function):
-    """An all-reduce through which gradients flow. PyTorch's own is deprecated.
+def convert_batch_norm(net):
+    """Return the net with BatchNorm layers that see the samples of all ranks in training.
 
-    The sum enters the loss of every rank. So the gradient of one rank's x is the sum, over the
-    ranks, of the gradients of the sum: the backward pass is the same all-reduce.
+    On GPUs they become PyTorch's nn.SyncBatchNorm, which refuses CPUs. On CPUs each rank computes
+    them for the samples of all ranks, of which each must have equally many, and keeps its own.
+    """
+    if next(net.parameters()).is_cuda:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    for layer in net.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.register_forward_pre_hook(gather_samples)
+            layer.register_forward_hook(keep_own_samples)
+    return net
+
+
+def gather_samples(layer, inputs):
+    """Before a BatchNorm layer: replace this rank's samples by those of all ranks."""
+    if layer.training:
+        return GatherSamples.apply(*inputs)
+
+
+def keep_own_samples(layer, inputs, output):
+    """After a BatchNorm layer: keep this rank's part of the output."""
+    if layer.training:
+        return output.chunk(dist.get_world_size())[dist.get_rank()]  # RANKS DIFFER
+
+
+class GatherSamples(torch.autograd.Function):
+    """Concatenate the samples of all ranks.
+
+    A rank's samples enter the loss of every rank, so their gradient is the sum of the gradients
+    that all ranks have for them.
     """
 
     @staticmethod
     def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)  # RANKS MEET
-        return x
+        shares = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, x.contiguous())  # RANKS MEET
+        return torch.cat(shares)
 
-    backward = forward  # RANKS MEET
-
-
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm whose mean and variance are those of the samples of all ranks.
-
-    nn.SyncBatchNorm does this on GPUs, but refuses CPUs. For them this class is the definition.
-    """
-
-    def _check_input_dim(self, x):
-        """Accept any shape. PyTorch's class leaves this check to its subclasses."""
-
-    def forward(self, x):
-        """Normalize x, float (N, C, ...)."""
-        if not self.training:
-            return super().forward(x)
-        values = x.movedim(1, -1).to(self.running_mean.dtype)  # Under autocast x may be bfloat16.
-        all_but_channels = tuple(range(x.dim() - 1))
-        total = values.sum(all_but_channels)
-        count = torch.full_like(total, values.numel() / len(total))
-        total, count = SumOverRanks.apply(torch.stack([total, count]))  # RANKS MEET
-        mean = total / count
-        centred = values - mean  # A difference of sums of squares would lose digits.
-        squares = centred.square().sum(all_but_channels)
-        var = SumOverRanks.apply(squares) / count  # RANKS MEET
-
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var * count / (count - 1), self.momentum)
-        scale = self.weight * (var + self.eps).rsqrt()
-        return torch.addcmul(self.bias, centred, scale).movedim(-1, 1).to(x.dtype)
-
-
-def convert_batch_norm(net):
-    """Turn the BatchNorm layers of a net into BatchNorm over all ranks, before DDP wraps the net.
-
-    Subclasses of BatchNorm, and layers without weights, running statistics or momentum, stay as
-    they are. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm() does nearly the same.
-    """
-    for layer in net.modules():
-        is_batch_norm = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        if is_batch_norm and layer.affine and layer.track_running_stats and layer.momentum:
-            # A new layer would have new parameters, which the optimizer does not know.
-            layer.__class__ = nn.SyncBatchNorm if layer.running_mean.is_cuda else GlobalBatchNorm
-            layer.process_group = None  # nn.SyncBatchNorm reads it: None means all ranks.
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)  # RANKS MEET
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]  # RANKS DIFFER
 
 
 # ---- 9. Hangs, and processes that are left over
 def end_with_parent(worker_id=None):
-    """End this process when its parent ends: a rank, or a loader worker, which has a worker_id.
+    """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
 
-    Otherwise loader workers live on after a kill, and keep the memory of their samples.
+    PyTorch has ranks interrupted instead, which a job that was started with & ignores, and a worker
+    looks for its rank only every few seconds.
     """
-
-    def wait():
-        mp.parent_process().join()
-        os._exit(1)
-
-    if mp.parent_process():  # torchrun ends its ranks, unless it is killed.
-        threading.Thread(target=wait, daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
 
 
-def watched(batches, timeout):
-    """Yield the batches. If one and its step take longer than timeout seconds, end the job.
+def watch(timeout):
+    """Wind a clock that ends the job, unless it is wound again within timeout seconds.
 
     First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
-    one after another. Then the last one exits, which ends the others. A rank that is not in such a
-    loop prints nothing; the timeout of its process group should be longer, and ends it.
+    one after another. Then the last one exits, which ends the others.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seconds = timeout + 5 * rank / world_size  # RANKS DIFFER
-    is_last = rank == world_size - 1
-    try:
-        faulthandler.dump_traceback_later(seconds, exit=is_last)
-        for batch in batches:
-            yield batch
-            faulthandler.dump_traceback_later(seconds, exit=is_last)
-    finally:  # also when the loop over the batches is left early
-        faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(seconds, exit=rank == world_size - 1)
 
 
-# ---- 10. Tar shards, for data of many small files
-class ShardDataset(Dataset):
-    """The samples of tar files in the format of webdataset, read by index.
-
-    The members a/017.x.npy and a/017.y.npy are x and y of one sample. Every process reads all
-    headers once; then each sample is a seek. That suits a local disk, not an object store.
-    """
-
-    def __init__(self, paths):
-        self.samples = []
-        for path in paths:
-            try:
-                with tarfile.open(path, "r:") as tar:
-                    offsets = {member.name: member.offset_data for member in tar}
-                    # tarfile takes a damaged header for the end. The end is two blocks of zeros.
-                    tar.fileobj.seek(tar.offset)
-                    if tar.fileobj.read(1024) != bytes(1024):
-                        raise tarfile.ReadError("its end is missing")
-                for name, offset in offsets.items():
-                    if name.endswith(".x.npy"):
-                        self.samples.append((path, offset, offsets[name[:-5] + "y.npy"]))
-            except (tarfile.TarError, KeyError) as error:
-                raise ValueError(f"{path} is damaged or lacks a member: {error}") from error
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        path, *offsets = self.samples[index]
-        arrays = []
-        with open(path, "rb") as file:
-            for offset in offsets:
-                file.seek(offset)
-                arrays.append(torch.from_numpy(np.load(file, allow_pickle=False)))
-        return arrays
+def watched(batches, timeout):
+    """Yield the batches, and wind the clock at each."""
+    for batch in batches:
+        watch(timeout)
+        yield batch
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """The guarantees of ddp_reference.py. The names of the tests are the list of them.
 
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
-    bash run.sh test -k Lesson       # the six lessons: the acceptance test of a machine with GPUs
+    bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
     bash run.sh test experiments     # print the table of Lesson 2
 
-First come six lessons: what data-parallel training guarantees. Each compares what ranks do with an
-oracle: PyTorch's own sampler, one process that has the whole batch, or a loop in plain PyTorch.
-Then come the other guarantees, in the order of the chapters of ddp_reference.py (the lessons alone
-cover chapters 1, 7 and 8).
-
-One helper, between the lessons and the chapters, starts ranks. run_job(3, options) runs a whole job
-on three ranks and returns what each rank printed. run_job(3, train=function) calls
-function(args, device) on each of three ranks, in place of the training.
+First come seven lessons: what data-parallel training needs and guarantees. Each compares what ranks
+do with an oracle: PyTorch's own sampler, one process that has the whole batch, or a loop in plain
+PyTorch. Then come the other guarantees, in the order of the chapters of ddp_reference.py, and the
+programs of the README.
 
 To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. Then let
-ddp_reference.py ignore the option, and see the lesson fail.
+ddp_reference.py ignore the option, and see the lesson fail. If a test fails in a rank, read on from
+the line "AssertionError".
 """
 
 import contextlib
 import copy
+import fcntl
+import functools
 import io
 import itertools
 import logging
@@ -27,15 +26,17 @@ import pathlib
 import pickle
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
-import tracemalloc
+import time
 import unittest
 from functools import partial
+from typing import NamedTuple
 from unittest import TestCase, mock
 
 import numpy as np
@@ -52,6 +53,12 @@ import ddp_reference as ddp
 
 HERE = pathlib.Path(__file__).resolve().parent
 README = (HERE / "README.md").read_text()
+os.environ |= {
+    "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
+    "KINETO_LOG_LEVEL": "9",  # PyTorch's profiler would print lines of its own.
+}
 GPUS = torch.cuda.device_count()
 
 
@@ -69,6 +76,34 @@ def setUpModule():
         print("The ranks run on gloo and the CPU, because PyTorch sees no GPU.")
 
 
+# ---- Lesson 0: the machine (torch.distributed)
+# As many ranks as there are GPUs (two without) add up integers, which no rounding excuses: a broken
+# link or a GPU that does not answer is seen here, and not as a loss that is slightly wrong. To
+# break it, leave out `dist.all_reduce(total)`. Then each rank has its own numbers.
+def add_up_integers(args, device):
+    """On a rank: all-reduce integers, and compare each with the sum that it must be."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for megabytes in (1, 64):
+        integers = torch.arange(megabytes * 2**18, dtype=torch.int32, device=device)
+        total = integers + rank
+        began = time.perf_counter()
+        dist.all_reduce(total)
+        wrong = (total != world_size * integers + sum(range(world_size))).sum().item()
+        seconds = time.perf_counter() - began
+        assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
+    print(f"{world_size} ranks all-reduced 64 MB in {seconds:.3f} s on {dist.get_backend()}.")
+
+
+class Lesson0Machine(TestCase):
+    def test_all_gpus_add_up_integers(self):
+        """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
+        print(run_job(GPUS or 2, train=add_up_integers)[0], end="")
+
+    def test_pytorch_sees_the_gpus_of_this_machine(self):
+        """Where it sees none of them, main() would refuse, but not because of this option."""
+        refuse("cannot be below 0", "--lr -1")
+
+
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Everything rests on one fact. Let each of W ranks read every W-th position of an order, in batches
 # of B / W. Then the k-th batches of all ranks are together the positions kB to kB + B - 1, whatever
@@ -76,7 +111,8 @@ def setUpModule():
 # leave out `+ self.rank` in DistributedSampler. Then every rank reads the samples of rank 0, and
 # the first test prints which samples two ranks have read.
 class Lesson1Sampler(TestCase):
-    def test_on_any_number_of_ranks_and_after_any_stop_the_ranks_read_one_order_in_turn(self):
+    def test_the_ranks_read_one_order_in_turn(self):
+        """This holds on any number of ranks, and after any stop."""
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
         for world_size, samples_read in itertools.product((1, 2, 3, 4, 6, 12), (0, 12)):
@@ -90,7 +126,8 @@ class Lesson1Sampler(TestCase):
             read_in_turn = list(itertools.chain.from_iterable(zip(*ranks, strict=True)))
             assert read_in_turn == order[samples_read:], f"{world_size} ranks read {read_in_turn}"
 
-    def test_the_indices_and_the_attributes_are_those_of_pytorchs_sampler(self):
+    def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
+        """Ours takes PyTorch's place: the same arguments, indices and attributes."""
         # 70000 samples, because our permutation is of int32, and PyTorch's of int64.
         for num_samples, num_replicas, shuffle, drop_last in itertools.product(
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
@@ -145,9 +182,10 @@ EXPERIMENTS = """
 def experiments(sampler_class):
     """Do the experiments, with samplers of this class: return the table."""
     table = "\n                  epoch 0               epoch 1"
-    for title in re.findall(".* samples.*", EXPERIMENTS):
+    # A title is like "3. 8 samples, set_epoch". It says what to do.
+    for title, num_samples in re.findall(r"(.* (\d+) samples.*)", EXPERIMENTS):
         table += f"\n{title}"
-        dataset = range(int(title[3:5]))  # The titles also say what else to do.
+        dataset = range(int(num_samples))
         for rank in range(2):
             sampler = None if "no sampler" in title else sampler_class(dataset, 2, rank)
             loader = DataLoader(dataset, 4, sampler=sampler, drop_last="drop_last" in title)
@@ -162,18 +200,134 @@ def experiments(sampler_class):
 
 
 class Lesson2Experiments(TestCase):
-    def test_both_samplers_make_the_batches_that_the_readme_shows(self):
+    def test_both_samplers_make_the_batches_of_the_readme(self):
+        """PyTorch's sampler and ours read what the table shows. Ours warns of a second pass."""
         assert EXPERIMENTS in README
         self.assertEqual(experiments(TorchSampler), EXPERIMENTS)
         with self.assertWarnsRegex(UserWarning, "order was read before: call set_epoch"):
             self.assertEqual(experiments(ddp.DistributedSampler), EXPERIMENTS)
 
 
-# ---- Lesson 3: a step (train_step)
-# Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
-# have unequal numbers of labels and compute their shares in micro-batches. DDP alone averages the
-# ranks' gradients, so that a label counts for more on a rank with few labels. To break it, replace
-# `dist.get_world_size()` by 1 in train_step(). Then the nets of two ranks differ from that of one.
+# ------------------------------------------------------------------------------------------------
+# Helpers, which you may skip at first reading. From here on you need to know two of them.
+# run_job(3, options) runs a whole job on three ranks, and returns what each rank printed.
+# run_job(3, train=function) has each of the ranks call function(args, device) in place of train().
+def be_rank(rank, world_size, port, options, replacements):
+    """Be one rank of a job: run main() as if torchrun had started this process."""
+    mp.set_start_method("fork", force=True)  # So loader workers start fast.
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")  # TF32 rounds more than a CPU.
+    torch.backends.cudnn.allow_tf32 = False
+    os.environ |= {
+        "RANK": f"{rank}",
+        "WORLD_SIZE": f"{world_size}",
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # It differs from RANK, as on a second machine.
+        "LOCAL_WORLD_SIZE": f"{world_size}",
+        # The ranks find each other by a store of the process that has started them.
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    vars(ddp).update(replacements)
+    sys.argv = ["ddp_reference.py", "--timeout", "60", *options.split()]
+    with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
+        ddp.main()
+    assert not dist.is_initialized(), "the process group was not destroyed"
+
+
+def run_job(world_size, options="", **replacements):
+    """Run a job on so many ranks: return what each rank printed.
+
+    replacements: make_task=make_own_task puts make_own_task, which stands at the top level of a
+    file, in the place of ddp_reference.make_task. If a rank raises, as by an assertion, the others
+    are ended, and this function raises mp.ProcessRaisedException.
+    """
+    # The ranks are forked from a process that has imported what takes long. torch._dynamo is what
+    # the first optimizer of a process would import.
+    mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
+    # If TCPStore opened a port itself, it would listen on all networks.
+    server = socket.create_server(("localhost", 0))
+    port = server.getsockname()[1]
+    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
+    arguments = world_size, store.port, options, replacements
+    mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
+    return [pathlib.Path(f"rank{rank}").read_text() for rank in range(world_size)]
+
+
+class Run(NamedTuple):
+    """One run of a job: on how many ranks, and after how many epochs it is stopped, if it is."""
+
+    ranks: int
+    stop_after: float | None = None
+
+
+def warm_up(args, epochs_done):
+    """In place of learning_rate(): a rate that grows during the first epoch."""
+    return args.lr * min(1, epochs_done + 0.1)
+
+
+def stop_at(stop_after, args, epochs_done):
+    """In place of learning_rate(): warm up, and end as by a kill when so many epochs are done."""
+    if stop_after and epochs_done >= stop_after:
+        os._exit(0)
+    return warm_up(args, epochs_done)
+
+
+def net_after(options, runs, **replacements):
+    """Run a job in one or more runs, of which each goes on where the last ended: return its net."""
+    path = f"{tempfile.mkdtemp(dir='.')}/ck"
+    for run in runs:
+        replacements["learning_rate"] = partial(stop_at, run.stop_after)
+        run_job(run.ranks, f"{options} --checkpoint {path} --checkpoint-every 1", **replacements)
+    return torch.load(path, map_location="cpu")["net"]
+
+
+def refuse(words, options="", **environ):
+    """Assert that main() refuses a command line in one line with these words, and status 2."""
+    sys.argv = ["ddp_reference.py", *options.split()]
+    with (
+        mock.patch.dict(os.environ, environ),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        TestCase().assertRaisesRegex(SystemExit, "2"),
+    ):
+        ddp.main()
+    TestCase().assertRegex(err.getvalue(), f"^.*: error: .*{words}.*\n$")
+
+
+def assert_close(actual, expected, what, tolerance=2e-5):
+    """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=tolerance,
+        atol=tolerance,
+        check_device=False,
+        msg=lambda difference: f"{what} is wrong: {difference}",
+    )
+
+
+def whole_batch(dataset):
+    """Return all samples of a dataset as one batch."""
+    return next(iter(DataLoader(dataset, len(dataset))))
+
+
+def share(sequence):
+    """On a rank: return its share of a sequence that all ranks have, which is every W-th item."""
+    return sequence[dist.get_rank() :: dist.get_world_size()]
+
+
+class Ragged(ddp.SyntheticDataset):
+    """Signals of length 40. Of each, 0, 10, 20, 30 or all 40 labels are ignored: they are -100."""
+
+    def __init__(self, num_samples):
+        super().__init__(num_samples, length=40, seed=0)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        y[: index % 5 * 10] = -100
+        return x, y
+
+
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
 
@@ -185,28 +339,20 @@ def plain_net():
     return net
 
 
-class Ragged(ddp.SyntheticDataset):
-    """Signals of length 40. Of each, none, some or all labels are ignored: they are -100."""
-
-    def __init__(self, num_samples):
-        super().__init__(num_samples, length=40, seed=0)
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        y[: index * 10 % 50] = -100
-        return x, y
+def make_plain_task(args, device):
+    """Return a task with uneven labels, whose net is the same in training and in evaluation."""
+    net = plain_net().to(device)
+    return Ragged(48), Ragged(25), net, torch.optim.Adam(net.parameters())
 
 
-def whole_batch(dataset):
-    """Return all samples of a dataset as one batch."""
-    return next(iter(DataLoader(dataset, len(dataset))))
+SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
 
 
-def share(sequence):
-    """Return this rank's share of a sequence: every W-th item."""
-    return sequence[dist.get_rank() :: dist.get_world_size()]
-
-
+# ---- Lesson 3: a step (train_step)
+# Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
+# have unequal numbers of labels and compute their shares in micro-batches. DDP alone averages the
+# ranks' gradients, so that a label counts for more on a rank with few labels. To break it, replace
+# `dist.get_world_size()` by 1 in train_step(). Then the nets of two ranks differ from that of one.
 def compare_step(micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch."""
     x, y = whole_batch(Ragged(12))
@@ -221,13 +367,16 @@ def compare_step(micro_batch_size, args, device):
 
     what = f"the net of rank {dist.get_rank()} of {dist.get_world_size()} ({micro_batch_size=})"
     assert_close(net.state_dict(), expected.state_dict(), what)
-    ddp.train_step(model, optimizer, (share(x), torch.full_like(share(y), -100)), 12)
+
+    ddp.train_step(model, optimizer, (share(x), torch.full_like(share(y), -100)))
+
     assert_close(net.state_dict(), expected.state_dict(), f"after a step without labels {what}")
 
 
 class Lesson3Step(TestCase):
-    def test_on_any_number_of_ranks_a_step_is_that_of_one_process_with_the_whole_batch(self):
-        for world_size, micro_batch_size in ((1, 5), (2, 6), (2, 4), (3, 1), (4, 3), (4, 2)):
+    def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
+        """This holds on any number of ranks, with uneven labels and micro-batches."""
+        for world_size, micro_batch_size in ((1, 5), (2, None), (2, 4), (3, 1), (4, 3), (4, 2)):
             run_job(world_size, train=partial(compare_step, micro_batch_size))
 
 
@@ -255,56 +404,73 @@ def compare_evaluation(num_samples, args, device):
 
     net = net_with_batch_norm().to(device)
     net[0].running_mean += dist.get_rank()  # As after --local-bn: those of rank 0 count.
-    means = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples))))
+    batches = DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples)))
+    num_labels, *sums = ddp.evaluate(net, batches).tolist()
 
+    means = [total / num_labels for total in sums]
     what = f"the means of rank {dist.get_rank()} of {dist.get_world_size()}"
-    assert_close(means, expected, f"{what} over {num_samples} samples")
+    assert_close(means, list(expected), f"{what} over {num_samples} samples")
 
 
 class Lesson4Evaluation(TestCase):
-    def test_on_any_number_of_ranks_the_means_are_those_of_one_process(self):
+    def test_the_means_are_those_of_one_process(self):
+        """This holds on any number of ranks, also if some have fewer samples or none."""
         for world_size, num_samples in ((1, 25), (2, 25), (3, 25), (4, 25), (4, 2)):
             run_job(world_size, train=partial(compare_evaluation, num_samples))
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
-# PyTorch's layer does in one process with the samples of all ranks, even if the ranks have
-# unequally many. To break it, replace `backward = forward` in SumOverRanks by
-# `backward = staticmethod(lambda ctx, gradient: gradient)`. Then the gradients of x differ on 2
-# ranks, and the outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, which
-# does not use SumOverRanks.)
+# PyTorch's layer does in one process with the samples of all ranks. To break it, leave out
+# `dist.all_reduce(gradient)` in GatherSamples. Then the gradients of x differ on 2 ranks, and the
+# outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, without GatherSamples.)
 def run_layer(layer, x):
     """Return what a layer computes from x, by name."""
     x = x.detach().requires_grad_()
     outputs = layer(x)
-    # The sum of the outputs, or of their squares, would hardly depend on x.
+    # After a normalization the sums of the outputs and of their squares are nearly constant, so
+    # that their gradients would test nothing.
     outputs.pow(3).sum().backward()
     return {"outputs": outputs.detach(), "gradients of x": x.grad, **dict(layer.named_buffers())}
 
 
 def compare_batch_norm(args, device):
-    """On a rank: run a layer on its samples, and compare with PyTorch's layer on all samples."""
+    """On a rank: run layers on its samples, and compare with PyTorch's layer on all samples."""
     torch.manual_seed(0)  # All ranks have the same samples.
-    x = torch.randn(11, 3, 2, 2)
-    layer = nn.BatchNorm2d(3, eps=0.01, momentum=0.3)
-    layer.weight.data *= 2
-    converted = copy.deepcopy(layer).to(device)
-    ddp.convert_batch_norm(converted)
+    x = torch.randn(12, 2, 2, 3).movedim(-1, 1)  # 3 channels, and a layout as of "channels last"
+    for options in ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}):
+        layer = nn.BatchNorm2d(3, eps=0.01, **options)
+        net = nn.Sequential(copy.deepcopy(layer), nn.Conv2d(3, 3, 1)).to(device)
 
-    expected = run_layer(layer, x)
-    computed = run_layer(converted, share(x).to(device))
+        expected = run_layer(layer, x)
+        computed = run_layer(ddp.convert_batch_norm(net)[0], share(x).to(device))
 
-    for name, value in expected.items():
-        if value.shape == x.shape:
-            value = share(value)
-        assert_close(computed[name], value, f"the {name} of rank {dist.get_rank()}")
+        for name, value in expected.items():
+            if value.shape == x.shape:
+                value = share(value)
+            assert_close(computed[name], value, f"the {name} of rank {dist.get_rank()} ({options})")
+
+
+def normalize_one_value(args, device):
+    """On a rank: run BatchNorm on one value per channel, as in the sixth experiment."""
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).to(device)
+    x = torch.randn(1, 3, device=device)
+    with TestCase().assertRaisesRegex(ValueError, "more than 1 value per channel"):
+        net(x)
+    ddp.convert_batch_norm(net)(x)
 
 
 class Lesson5BatchNorm(TestCase):
-    def test_outputs_gradients_and_statistics_are_those_of_one_process(self):
+    def test_outputs_gradients_and_statistics_are_of_one_process(self):
+        """This holds on any number of ranks, for all variants of PyTorch's layer."""
         for world_size in range(1, 5):
             run_job(world_size, train=compare_batch_norm)
+
+    def test_one_value_per_channel_is_refused_by_pytorch(self):
+        """A rank with one value fails alone; two ranks have two values together; one has not."""
+        run_job(2, train=normalize_one_value)
+        with self.assertRaisesRegex(mp.ProcessRaisedException, "more than 1 value per channel"):
+            run_job(1, train=normalize_one_value)
 
 
 # ---- Lesson 6: the number of processes, and stops (train)
@@ -313,6 +479,7 @@ class Lesson5BatchNorm(TestCase):
 # stopped and goes on with another number of processes. To break it, leave out
 # `optimizer.load_state_dict` in resume(). Then the net of the jobs that were stopped differs.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
+NUM_SAMPLES = 43  # The last 7 do not fill a global batch of 12.
 
 
 class Augmented(Ragged):
@@ -327,12 +494,7 @@ def make_augmented_task(args, device):
     """Return a task. Its net has BatchNorm, unless micro-batches would change the result."""
     net = ddp.ConvNet() if args.local_bn or not args.micro_batch_size else plain_net()
     optimizer = torch.optim.SGD(net.to(device).parameters(), momentum=0.9, weight_decay=0.1)
-    return Augmented(43), Ragged(10), net, optimizer
-
-
-def warm_up(args, epochs_done):
-    """Return the learning rate, which grows during the first epoch."""
-    return args.lr * min(1, epochs_done + 0.1)
+    return Augmented(NUM_SAMPLES), Ragged(10), net, optimizer
 
 
 def plain_loop(args, device):
@@ -343,7 +505,7 @@ def plain_loop(args, device):
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)
-        for begin in range(0, 36, 12):  # The last 7 of 43 samples do not fill a global batch.
+        for begin in range(0, NUM_SAMPLES - 11, 12):
             samples = []
             for index in order[begin : begin + 12]:
                 ddp.seed_generators(args.seed, epoch, index)
@@ -352,120 +514,101 @@ def plain_loop(args, device):
             F.cross_entropy(net(x.to(device)), y.to(device)).backward()
             nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
             for group in optimizer.param_groups:
-                group["lr"] = warm_up(args, epoch + begin / 43)
+                group["lr"] = warm_up(args, epoch + begin / NUM_SAMPLES)
             optimizer.step()
             optimizer.zero_grad()
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
 class Lesson6NumberOfProcesses(TestCase):
-    def test_on_any_number_of_processes_and_with_stops_a_job_ends_as_a_plain_loop_does(self):
+    def test_a_job_ends_as_a_plain_loop_does(self):
+        """This holds on any number of processes, and if the job is stopped and goes on."""
         # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2.
-        stopped = [(4, 0.5), (3, 1.2), (2, None)]
-        unstopped = [[(world_size, None)] for world_size in range(1, 5)]
+        stopped = [Run(4, stop_after=0.5), Run(3, stop_after=1.2), Run(2)]
         for option in ("--micro-batch-size 2", "--num-workers 2"):
             options = f"{OPTIONS} {option}"
-            expected = net_after(options, (1, None), train=plain_loop)
-            for runs in (stopped, *unstopped):
-                net = net_after(options, *runs)
+            expected = net_after(options, [Run(1)], train=plain_loop)
+            for runs in (stopped, [Run(1)], [Run(2)], [Run(3)], [Run(4)]):
+                net = net_after(options, runs, make_task=make_augmented_task)
                 assert_close(net, expected, f"the net of a job {options} with the runs {runs}")
 
-    def test_on_two_processes_a_stopped_job_ends_with_the_bits_of_an_unstopped_one(self):
-        expected = net_after(OPTIONS, (2, None))
+    @unittest.skipIf(GPUS, "GPUs may add up in another order.")
+    def test_a_stopped_job_ends_with_the_bits_of_an_unstopped_one(self):
+        """On two processes and CPUs there is not even a difference by rounding."""
+        expected = net_after(OPTIONS, [Run(2)], make_task=make_augmented_task)
 
-        net = net_after(OPTIONS, (2, 0.5), (2, 1.2), (2, None))
+        runs = [Run(2, stop_after=0.5), Run(2, stop_after=1.2), Run(2)]
+        net = net_after(OPTIONS, runs, make_task=make_augmented_task)
 
-        tolerance = 1e-3 if GPUS >= 2 else 0  # Whether GPUs give the same bits is untried.
-        assert_close(net, expected, "the net", tolerance)
+        assert_close(net, expected, "the net", tolerance=0)
 
 
 # ------------------------------------------------------------------------------------------------
-# Above is what data-parallel training guarantees. Here are the helpers.
-os.environ |= {
-    "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
-}
-SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
+# Above is what data-parallel training guarantees. Below are the chapters, each with its mistakes.
 
 
-def be_rank(rank, world_size, port, options, replacements):
-    """Be one rank of a job: run main() as if torchrun had started this process."""
-    mp.set_start_method("fork", force=True)  # So loader workers start fast.
-    torch.set_num_threads(1)
-    environ = f"RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size}"
-    # LOCAL_RANK differs from RANK, as it does on a second machine.
-    environ += f" LOCAL_RANK={world_size - 1 - rank}"
-    # The ranks find each other by a store of the process that has started them.
-    environ += f" MASTER_ADDR=localhost MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True"
-    # TF32 rounds more than a CPU. Kineto, PyTorch's profiler, would print lines of its own.
-    environ += " NVIDIA_TF32_OVERRIDE=0 KINETO_LOG_LEVEL=9"
-    os.environ |= dict(variable.split("=") for variable in environ.split())
-    vars(ddp).update(replacements)
-    sys.argv = ["ddp_reference.py", *options.split()]
-    with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
-        ddp.main()
+# ---- Chapter 1: the options
+COMMAND_LINES = """
+--nproc-per-node 7      | must be a multiple of the number of processes, 7
+--checkpoint-every 1    | --checkpoint-every needs --checkpoint
+--checkpoint=           | --checkpoint is a folder
+--checkpoint none/ck    | its folder is missing
+--nproc-per-node 0      | invalid positive_int value
+--epochs 0              | invalid positive_int value
+--global-batch-size 0   | invalid positive_int value
+--micro-batch-size -1   | invalid positive_int value
+--checkpoint-every 0    | invalid positive_int value
+--log-every 0           | invalid positive_int value
+--timeout 0             | invalid positive_int value
+--num-samples 0         | invalid positive_int value
+--length -1             | invalid positive_int value
+--num-workers -1        | cannot be below 0
+--lr -1                 | cannot be below 0
+--clip-grad-norm -1     | cannot be below 0
+--seed -2               | cannot be below 0
+"""
 
 
-def run_job(world_size, options="", **replacements):
-    """Run a job on so many ranks: return what each rank printed.
+class Chapter1Options(TestCase):
+    def test_what_cannot_work_is_refused_in_one_line(self):
+        """Each of these command lines ends with status 2 before a process is started."""
+        for options, words in re.findall(r"(--.*?) +\| (.*)", COMMAND_LINES):
+            refuse(words, options)
+        refuse("torchrun", RANK="0")
+        refuse("torchrun", SLURM_STEP_NUM_TASKS="2")
 
-    replacements: make_task=make_own_task puts make_own_task, which stands at the top level of a
-    file, in the place of ddp_reference.make_task. If a rank raises, as by an assertion, the others
-    are ended, and this function raises mp.ProcessRaisedException.
-    """
-    # The ranks are forked from a process that has imported what takes long. torch._dynamo is what
-    # the first optimizer of a process would import.
-    mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
-    # If TCPStore opened a port itself, it would listen on all networks.
-    server = socket.create_server(("localhost", 0))
-    port = server.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
-    arguments = world_size, store.port, options, replacements
-    mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
-    return [pathlib.Path(f"rank{rank}").read_text() for rank in range(world_size)]
+    @unittest.skipIf(GPUS, "PyTorch sees the GPUs.")
+    def test_gpus_that_pytorch_does_not_see_are_refused(self):
+        """Otherwise the job would train on the CPU, and nobody would notice."""
+        with mock.patch("os.path.exists", return_value=True):  # The driver's files are there.
+            refuse("sees no GPU", CUDA_VISIBLE_DEVICES="0")
 
 
-def stop_at(epochs, args, epochs_done):
-    """In place of learning_rate(): warm up, and end as by a kill when so many epochs are done."""
-    if epochs and epochs_done >= epochs:
-        os._exit(0)
-    return warm_up(args, epochs_done)
+# ---- Chapters 2 to 4: the sampler, the step and the loop
+def make_mistakes(args, device):
+    """On a rank: do what would train wrongly."""
+    net = plain_net().to(device)
+    optimizer = torch.optim.SGD(net.parameters())
+    model = DistributedDataParallel(net)
+    x, y = whole_batch(Ragged(4))
+    sampler = ddp.DistributedSampler(range(8), 2, 0)
+    for words, function, *arguments in (
+        ("needs DistributedDataParallel", ddp.train_step, net, optimizer, (x, y)),
+        ("must be a tuple of tensors", ddp.train_step, model, optimizer, {"x": x, "y": y}),
+        ("must be a tuple of tensors", ddp.train_step, model, optimizer, (x, ("a", "b"))),
+        ("argument 2 is", ddp.train_step, model, optimizer, (x.movedim(1, 0), y), 1),
+        ("no rank 2 among 2", ddp.DistributedSampler, range(8), 2, 2),
+        ("samples_read=3 is not a multiple of 2", sampler.set_epoch, 0, 3),
+    ):
+        with TestCase().assertRaisesRegex((TypeError, ValueError), words):
+            function(*arguments)
 
 
-def net_after(options, *runs, make_task=make_augmented_task, train=ddp.train):
-    """Run a job in one or more runs (world_size, epochs until it is stopped): return its net."""
-    path = f"{tempfile.mkdtemp(dir='.')}/ck"
-    for world_size, epochs in runs:
-        rate = partial(stop_at, epochs)
-        job = {"learning_rate": rate, "make_task": make_task, "train": train}
-        run_job(world_size, f"{options} --checkpoint {path} --checkpoint-every 1", **job)
-    return torch.load(path, map_location="cpu")["net"]
+def print_validation_share(args, device):
+    """On a rank: print which samples it validates."""
+    print(*ddp.make_loaders(args, range(240), range(25), device)[1].sampler)
 
 
-def assert_close(actual, expected, what, tolerance=2e-5):
-    """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=tolerance,
-        atol=tolerance,
-        check_device=False,
-        msg=lambda difference: f"{what} is wrong: {difference}",
-    )
-
-
-# ---- Chapter 2: the sampler
-class Chapter2Sampler(TestCase):
-    def test_an_order_takes_less_memory_than_a_list(self):
-        tracemalloc.start()  # It sees a list, which would take 36 MB, but not a tensor.
-        next(iter(ddp.DistributedSampler(range(10**6), 1, 0)))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-
-        assert peak < 10**5
-
-
-# ---- Chapters 3 and 4: the step and the loop
 def train_and_print_operators(args, device, train=ddp.train):
     """In place of train(): also print the names of all operators that PyTorch calls."""
     with torch.profiler.profile() as profile:
@@ -483,20 +626,25 @@ def print_random_number(output, y, batch_sums=ddp.batch_sums):
     return batch_sums(output, y)
 
 
-def make_plain_task(args, device):
-    """Return a task with uneven labels, whose net is the same in training and in evaluation."""
-    net = plain_net().to(device)
-    return Ragged(48), Ragged(25), net, torch.optim.Adam(net.parameters())
-
-
-class Clock:
+class SecondsClock:
     """In place of the module time: a clock that is two seconds later at each look."""
 
     perf_counter = itertools.count(0, 2).__next__
 
 
 class Chapter4Loop(TestCase):
+    def test_what_would_train_wrongly_is_refused(self):
+        """A net without its wrapper, items or batches of another form, impossible positions."""
+        run_job(1, train=make_mistakes)
+
+    def test_each_validation_sample_is_read_by_one_rank(self):
+        """No sample is left out or repeated."""
+        printed = " ".join(run_job(3, train=print_validation_share))
+
+        assert sorted(map(int, printed.split())) == list(range(25)), printed
+
     def test_a_step_calls_two_collectives_and_never_item(self):
+        """So a step waits for the other ranks twice, and never for its GPU."""
         options = "--epochs 1 --local-bn --micro-batch-size 2 --num-workers 1 --clip-grad-norm 1"
         # 43 samples are 7 steps of 6, or 3 of 12. A worker reads them, because reading calls
         # .item(). So does Adam on a CPU, hence this task, which has SGD.
@@ -504,11 +652,13 @@ class Chapter4Loop(TestCase):
         of_7_steps, _ = run_job(2, f"{options} --global-batch-size 6", **replacements)
         of_3_steps, _ = run_job(2, f"{options} --global-batch-size 12", **replacements)
 
-        for operator, count in (("c10d::", 2), ("aten::item", 0)):
-            added = of_7_steps.count(operator) - of_3_steps.count(operator)
-            assert added == 4 * count, f"four steps more call {operator} {added} times"
+        # The longer job has four more steps, so the difference is what four steps call.
+        for operator, calls_of_4_steps in (("c10d::", 8), ("aten::item", 0)):
+            calls = of_7_steps.count(operator) - of_3_steps.count(operator)
+            assert calls == calls_of_4_steps, f"four steps call {operator} {calls} times"
 
-    def test_ranks_steps_and_micro_batches_draw_random_numbers_of_their_own(self):
+    def test_ranks_steps_and_micro_batches_draw_their_own_numbers(self):
+        """Dropout masks differ. Under --amp the logits are bfloat16."""
         # A worker reads the items, because reading seeds the generators of its process.
         options = f"{SMALL} --micro-batch-size 3 --num-workers 1 --amp"
         ranks = run_job(2, options, batch_sums=print_random_number)
@@ -517,81 +667,82 @@ class Chapter4Loop(TestCase):
         different = len(set(drawn))
         assert different == 32, f"{different} numbers on 2 ranks, in 8 steps of 2 micro-batches"
 
-    def test_all_printed_numbers_are_those_of_the_job_also_after_a_stop(self):
+    def test_all_printed_numbers_are_those_of_the_job(self):
+        """This holds after a stop, too. Only rank 0 prints."""
         # With a learning rate of 0 the net stays what it is, and its numbers are known.
         loss, accuracy = loss_and_accuracy(plain_net(), Ragged(48))
         val_loss, val_accuracy = loss_and_accuracy(plain_net(), Ragged(25))
         means = f"loss {loss:.4f} accuracy {accuracy:.4f}"
-        means += f" | val_loss {val_loss:.4f} val_accuracy {val_accuracy:.4f}"
+        all_means = f"{means} | val_loss {val_loss:.4f} val_accuracy {val_accuracy:.4f}"
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint numbers --checkpoint-every 2"
-        replacements = {"make_task": make_plain_task, "time": Clock}
+        replacements = {"make_task": make_plain_task, "time": SecondsClock}
         run_job(3, options, **replacements, learning_rate=partial(stop_at, 0.7))
 
-        printed = "".join(run_job(3, options, **replacements))  # Only rank 0 prints.
+        printed = "".join(run_job(3, options, **replacements))
 
         # Between two looks at the clock, 24 samples are read after the stop, and then 48.
         expected = f"""
 resuming from numbers: epoch 0, 24 samples read
-epoch 0 | 48/48 samples | loss {loss:.4f}
-epoch 0 | {means} | 12.0 samples/s
-epoch 1 | 48/48 samples | loss {loss:.4f}
-epoch 1 | {means} | 24.0 samples/s
+epoch 0 | 48/48 | {means}
+epoch 0 | {all_means} | 12.0 samples/s
+epoch 1 | 48/48 | {means}
+epoch 1 | {all_means} | 24.0 samples/s
 """
         assert printed.endswith(expected), f"{printed}\nshould end with{expected}"
         # The next epoch begins with a resume, too.
-        assert f"epoch 2 | {means}" in run_job(3, f"{options} --epochs 3", **replacements)[0]
+        assert f"epoch 2 | {all_means}" in run_job(3, f"{options} --epochs 3", **replacements)[0]
 
 
 # ---- Chapter 5: the processes
-def start(command):
-    """Start a Python program, with its output in pipes."""
-    # In a job of the shell, started with &, Ctrl-C is ignored. The program would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def start(command, sigint=signal.default_int_handler):
+    """Start a Python program, with its output in pipes. sigint: how it takes Ctrl-C at first."""
+    # A program inherits whether Ctrl-C is ignored, as in a job that a shell has started with &.
+    signal.signal(signal.SIGINT, sigint)
     program = subprocess.Popen(
         [sys.executable, *command.split()],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     unittest.addModuleCleanup(program.terminate)  # in case no test has waited for its end
     return program
 
 
 def finish(program, status=0):
     """Return (stdout, stderr) of a program when all processes that hold its pipes have ended."""
-    out, err = program.communicate(timeout=120)
+    out, err = program.communicate(timeout=90)
     assert program.returncode == status, f"status {program.returncode}: {err}"
     return out, err
+
+
+@functools.cache
+def start_failing_program():
+    """Start a rank that fails, and then hangs while it ends. It takes 30 seconds."""
+    pathlib.Path("failing.py").write_text("""
+import atexit, os, signal
+import ddp_reference as ddp
+
+def fail(args, device):
+    atexit.register(signal.pause)
+    raise RuntimeError("the cause")
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+ddp.train = fail
+ddp.main()
+""")
+    return start("failing.py")
 
 
 class Chapter5Processes(TestCase):
     @classmethod
     def setUpClass(cls):
-        # These programs run side by side.
+        start_failing_program()  # for Chapter 9
         cls.main_job = start("-m ddp_reference --length 300")
-        cls.failing = start("-m ddp_reference --nproc-per-node 1 --shards none --val-shards none")
-
-    def test_what_cannot_work_is_refused_in_one_line_with_status_2(self):
-        def refuse(words, options="", **environ):
-            sys.argv = ["ddp_reference.py", *options.split()]
-            with (
-                mock.patch.dict(os.environ, environ),
-                contextlib.redirect_stderr(io.StringIO()) as err,
-                self.assertRaisesRegex(SystemExit, "2"),
-            ):
-                ddp.main()
-            self.assertRegex(err.getvalue(), f"^.*: error: .*{words}.*\n$")
-
-        refuse("equal shares need 238 or 245", "--nproc-per-node 7")
-        refuse("equal shares need 2 or 4", "--nproc-per-node 2 --global-batch-size 0")
-        refuse("--shards and --val-shards go together", "--shards a.tar")
-        refuse("--checkpoint-every needs --checkpoint", "--checkpoint-every 1")
-        refuse("--checkpoint is a folder", "--checkpoint=")
-        refuse("its folder is missing", "--checkpoint none/ck")
-        refuse("torchrun", RANK="0")
-        refuse("torchrun", SLURM_STEP_NUM_TASKS="2")
 
     def test_the_main_job_learns(self):
+        """bash run.sh trains as the README shows, and warns of nothing that it does itself."""
         out, err = finish(self.main_job)
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
@@ -600,13 +751,17 @@ class Chapter5Processes(TestCase):
         self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would have 0.333.
         assert "set_epoch" not in err  # The sampler warns of a second pass only.
 
-    def test_a_rank_that_raises_ends_the_job_with_its_message(self):
-        _, err = finish(self.failing, status=1)
-
-        self.assertRegex(err, r"FileNotFoundError: .* No such file or directory: 'none'\s*$")
-
 
 # ---- Chapter 6: checkpoints
+JOBS = """
+--seed 99                  | args.seed=0
+--num-samples 60           | len.train_set.=48
+--global-batch-size 24     | batch_size=12
+--num-samples 6            | larger than the training set
+--epochs 3 --lr inf        | the net is not finite any more, so .*ck was not written
+"""
+
+
 def train_with_a_file_of_rank_0(args, device, train=ddp.train):
     """In place of train(): only rank 0 finds the checkpoint."""
     if dist.get_rank():
@@ -614,12 +769,62 @@ def train_with_a_file_of_rank_0(args, device, train=ddp.train):
     train(args, device)
 
 
+def train_on_a_full_disk(args, device, train=ddp.train):
+    """In place of train(): no file may have more than 10000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
+    train(args, device)
+
+
+def make_unequal_task(args, device, make_task=ddp.make_task):
+    """In place of make_task(): each rank has another number of samples."""
+    args.num_samples += dist.get_rank()
+    return make_task(args, device)
+
+
+def make_infinite_task(args, device, make_task=ddp.make_task):
+    """In place of make_task(): a running mean of BatchNorm is infinite."""
+    train_set, val_set, net, optimizer = make_task(args, device)
+    net[1].running_mean.fill_(torch.inf)
+    return train_set, val_set, net, optimizer
+
+
+def too_few_sums(output, y, batch_sums=ddp.batch_sums):
+    """In place of batch_sums(): forget the accuracy."""
+    return batch_sums(output, y)[:2]
+
+
+def end_at_first_epoch(text):
+    """In place of print(): end as by a kill when the line of an epoch should be printed."""
+    if text.startswith("epoch"):
+        os._exit(0)
+
+
+def flip_bits(args, device):
+    """On a rank: flip bits of a checkpoint, one at a time, and try to go on from it."""
+    net = plain_net()
+    job = "flip", "identity", net, torch.optim.SGD(net.parameters())
+    ddp.save_checkpoint(*job, (1, 2, torch.ones(3)))
+    whole = pathlib.Path("flip").read_bytes()
+    for position in random.Random(0).sample(range(8 * len(whole)), 300):
+        damaged = bytearray(whole)
+        damaged[position // 8] ^= 1 << position % 8
+        pathlib.Path("flip").write_bytes(damaged)
+        try:
+            progress = ddp.resume(*job)
+        except ValueError as error:
+            assert re.match("flip is damaged.{,250}$", str(error)), error
+        else:  # The bit has no meaning.
+            state = [net.state_dict(), *progress]
+            expected = [plain_net().state_dict(), 1, 2, torch.ones(3)]
+            assert_close(state, expected, f"what is loaded with bit {position} flipped")
+
+
 class Chapter6Checkpoints(TestCase):
-    def test_a_job_that_cannot_go_on_or_save_leaves_the_checkpoint_as_it_was(self):
+    def test_what_a_rank_finds_ends_the_job_and_leaves_the_file(self):
+        """The message names the file or the option. No byte of the checkpoint has changed."""
         path = pathlib.Path("ck")
         run_job(1, f"{SMALL} --checkpoint ck")
         whole = path.read_bytes()
-        os.symlink("/dev/full", f"{path}.tmp")  # No byte can be written to it.
 
         def refuse(words, options="", content=whole, **replacements):
             path.write_bytes(content)
@@ -627,67 +832,145 @@ class Chapter6Checkpoints(TestCase):
                 run_job(2, f"{SMALL} --checkpoint ck {options}", **replacements)
             assert path.read_bytes() == content, words
 
-        refuse("ck is damaged or of another job: RuntimeError", content=whole[:1000])
-        refuse("ck is damaged or of another job: UnpicklingError", content=pickle.dumps(print, 2))
-        refuse("args.seed=0", "--seed 99")
-        refuse(r"len\(train_set\)=48", "--num-samples 60")
-        refuse("batch_size=12", "--global-batch-size 24")
+        for options, words in re.findall(r"(--.*?) +\| (.*)", JOBS):
+            refuse(words, options)
+        refuse("ck is damaged or of another job: BadZipFile", content=whole[:1000])
+        refuse("ck is damaged or of another job: BadZipFile", content=pickle.dumps(print, 2))
         refuse("Adam", make_task=make_augmented_task)
         refuse("Missing key", make_task=make_plain_task)
-        refuse("not all ranks have found", train=train_with_a_file_of_rank_0)
-        refuse("a parameter is not finite, so .*ck was not written", "--epochs 3 --lr inf")
-        refuse("No space left|PytorchStreamWriter failed", "--epochs 3")
-        refuse("larger than the training set", "--num-samples 6")
+        refuse("do not all find", train=train_with_a_file_of_rank_0)
+        refuse("File too large|PytorchStreamWriter", "--epochs 3", train=train_on_a_full_disk)
+        refuse("have unequal data", "--checkpoint new", make_task=make_unequal_task)
+        refuse("the net is not finite", "--checkpoint new", make_task=make_infinite_task)
+        refuse("size of tensor", "--checkpoint new", batch_sums=too_few_sums)
+        with open("ck.tmp", "wb") as file:  # Another job has stopped half way.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(whole[:1000])
+            file.flush()
+            refuse("another job is writing --checkpoint .*ck", "--epochs 3")
+            assert pathlib.Path("ck.tmp").read_bytes() == whole[:1000]
+
+    def test_no_flipped_bit_loads_as_other_numbers(self):
+        """Wherever a bit flips, the file is refused, or loads as it was."""
+        run_job(1, train=flip_bits)
+
+    def test_an_epoch_is_saved_before_its_line_is_printed(self):
+        """So a kill after the line, or a full pipe, does not lose the epoch. A link stays one."""
+        os.symlink("target", "link")
+
+        run_job(1, f"{SMALL} --checkpoint link", print=end_at_first_epoch)
+
+        assert os.path.islink("link")
+        assert torch.load("target")["progress"][:2] == (1, 0)
 
 
 # ---- Chapter 9: hangs, and processes that are left over
-TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
-PROGRAM = """
+TORCHRUN = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=2"
+HANGING = """
 import os, signal
 import torch._dynamo  # PyTorch would import this in the first step, which would take seconds.
 import ddp_reference as ddp
 
-def sleep_once(args, epochs_done):
-    restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-    if epochs_done > 1.3 and restarts == "0" and rank == "0":
+RANK, RESTARTS = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+def hang_in_step(args, epochs_done):
+    if epochs_done > 1.3 and (RANK, RESTARTS) == ("0", "0"):
         print("listening on", os.environ["GLOO_SOCKET_IFNAME"])
         signal.pause()
     return args.lr
 
-ddp.learning_rate = sleep_once
+def hang_in_evaluation(*arguments, evaluate=ddp.evaluate):
+    if (RANK, RESTARTS) == ("1", "1"):
+        signal.pause()
+    return evaluate(*arguments)
+
+ddp.learning_rate = hang_in_step
+ddp.evaluate = hang_in_evaluation
 ddp.main()
 """
+ENDLESS = """
+import signal
+import ddp_reference as ddp
+
+def get_stuck(dataset, index):
+    print("stuck", flush=True)
+    signal.pause()
+
+ddp.SyntheticDataset.__getitem__ = get_stuck
+if __name__ == "__main__":
+    ddp.main()
+"""
+
+
+class SpokenClock:
+    """In place of the module faulthandler: say what is done with the clock."""
+
+    def dump_traceback_later(seconds, exit):
+        print("wound", seconds, exit)
+
+    def cancel_dump_traceback_later():
+        print("stopped")
 
 
 class Chapter9Hangs(TestCase):
     @classmethod
     def setUpClass(cls):
-        pathlib.Path("sleeper.py").write_text(PROGRAM)
-        job = f"sleeper.py {SMALL} --timeout 5 --checkpoint sleeper --checkpoint-every 1"
-        cls.sleeper = start(f"-m torch.distributed.run {TORCHRUN} {job}")
+        pathlib.Path("hanging.py").write_text(HANGING)
+        job = f"hanging.py {SMALL} --timeout 5 --checkpoint hanging --checkpoint-every 1"
+        cls.hanging = start(f"-m torch.distributed.run {TORCHRUN} {job}")
+        start_failing_program()
 
-    def test_ranks_and_loader_workers_end_when_the_launcher_alone_is_ended(self):
-        endless = f"{SMALL} --epochs 9999 --log-every 1 --nproc-per-node 1 --num-workers 1"
-        for number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-            launcher = start(f"-m ddp_reference {endless}")
-            while not launcher.stdout.readline().startswith("epoch"):
-                assert launcher.poll() is None
+    def test_a_clock_is_wound_at_each_batch_and_stopped(self):
+        """It is wound before the first collective, at each batch, and stopped at the end."""
+        printed, _ = run_job(2, f"{SMALL} --epochs 1 --num-samples 12", faulthandler=SpokenClock)
+
+        # At the start, at one batch of training, and at two of validation: 13 of 25 samples.
+        self.assertRegex(printed, r"^wound 60.0 False\nddp(.*\n)+stopped\n$")
+        assert printed.count("wound") == 1 + 1 + 3, printed
+
+    def test_no_process_is_left_when_the_launcher_alone_ends(self):
+        """Also if it ignores Ctrl-C, as after &, and if a loader worker is stuck in C code."""
+        pathlib.Path("endless.py").write_text(ENDLESS)
+        job = f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1"
+        for number, status, sigint in (
+            (signal.SIGINT, 130, signal.default_int_handler),
+            (signal.SIGKILL, -9, signal.SIG_IGN),
+        ):
+            launcher = start(job, sigint)
+            assert launcher.stdout.readline().startswith("ddp")
+            assert launcher.stdout.readline() == "stuck\n"
 
             launcher.send_signal(number)
 
             finish(launcher, status)
 
-    def test_when_a_rank_hangs_all_ranks_print_stacks_and_end_and_torchrun_restarts_the_job(self):
-        out, err = finish(self.sleeper)
+    def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
+        """A rank hangs in a step, then one in evaluate(). The second restart ends the job."""
+        out, err = finish(self.hanging)
 
-        first, second = err.split("Timeout (")[1:]  # watched() has rank 1 of 2 wait 2.5 s more.
-        self.assertRegex(first, r"^0:00:05\)!\n(?s:.*) in sleep_once\n")
-        self.assertRegex(second, r"^0:00:07\.500000\)!\n(?s:.*) in train_step\n")
+        stacks = err.split("Timeout (")[1:]  # watch() has rank 1 of 2 wait 2.5 s more.
+        for stack, expected in zip(
+            stacks,
+            (
+                r"^0:00:05\)!\n(?s:.*) in hang_in_step\n",
+                r"^0:00:07\.500000\)!\n(?s:.*) in train_step\n",
+                r"^0:00:05\)!\n(?s:.*) in evaluate\n",
+                r"^0:00:07\.500000\)!\n(?s:.*) in hang_in_evaluation\n",
+            ),
+            strict=True,
+        ):
+            self.assertRegex(stack, expected)
         assert "listening on lo" in out
-        assert "resuming from sleeper: epoch 1, 24 samples read" in out
+        assert "resuming from hanging: epoch 1, 24 samples read" in out
+
+    def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
+        """NCCL may keep a failed rank from ending. After 30 seconds it is ended."""
+        _, err = finish(start_failing_program(), status=1)
+
+        self.assertRegex(err, r"RuntimeError: the cause\n(?s:.*)Timeout \(0:00:30\)!")
 
 
-# ---- Chapter 10: tar shards
+# ---- The README: what it shows is run
 def write_shard(path, members):
     """Write arrays into a tar file, under these names."""
     with tarfile.open(path, "w") as tar:
@@ -696,38 +979,6 @@ def write_shard(path, members):
             tar.add("member.npy", name)
 
 
-class Chapter10Shards(TestCase):
-    def test_training_from_shards_is_training_from_their_samples(self):
-        dataset = ddp.SyntheticDataset(48, 64, seed=0)
-        for path, indices in (("0.tar", range(24)), ("1.tar", range(24, 48))):
-            members = {}  # Names of more than 100 characters need a header of their own.
-            for index in indices:
-                x, y = dataset[index]
-                members[f"{'long/' * 30}v1.0/{index}.y.npy"] = y
-                members[f"{'long/' * 30}v1.0/{index}.x.npy"] = x
-            write_shard(path, members)
-
-        shards = f"{SMALL} --shards 0.tar 1.tar --val-shards 0.tar"
-        net = net_after(shards, (2, None), make_task=ddp.make_task)
-
-        assert_close(net, net_after(SMALL, (2, None), make_task=ddp.make_task), "the net")
-
-    def test_a_damaged_shard_is_refused_by_its_name_and_nothing_is_unpickled(self):
-        path = pathlib.Path("a.tar")
-        write_shard(path, {"a.y.npy": 0, "a.x.npy": np.array([{}])})
-        with self.assertRaisesRegex(ValueError, "Object arrays cannot be loaded"):
-            ddp.ShardDataset([path])[0]
-
-        whole = path.read_bytes()
-        write_shard(path, {"a.x.npy": 0})
-        # One file lacks y. The other one ends where a member ends, so tarfile sees no damage.
-        for content in (path.read_bytes(), whole[:2048]):
-            path.write_bytes(content)
-            with self.assertRaisesRegex(ValueError, "a.tar is damaged or lacks a member"):
-                ddp.ShardDataset([path])
-
-
-# ---- The README: what it shows is run
 def programs():
     """Return the programs of the README by name. A diff makes one from another one."""
     texts = dict(re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", README))
@@ -760,17 +1011,56 @@ def run_program(name):
     exec(programs()[name], {"__name__": "__main__"})
 
 
-class TheReadme(TestCase):
-    def test_its_programs_print_the_same_numbers_on_one_and_on_two_processes(self):
-        def numbers(name, world_size):
-            out, *_ = run_job(world_size, "--epochs 3 --lr 0.1", main=partial(run_program, name))
-            assert "epoch 2 |" in out, f"{name} ends too early: {out}"
-            return re.findall(r"epoch .* 0\.\d{4}", out)
+def numbers(name, world_size, options="--epochs 3 --lr 0.1"):
+    """Run a program of the README on so many ranks: return the lines of its epochs."""
+    out, *_ = run_job(world_size, options, main=partial(run_program, name))
+    assert "epoch 2 |" in out, f"{name} ends too early: {out}"
+    return re.findall(r"epoch .* 0\.\d{4}", out)
 
+
+class TheReadme(TestCase):
+    def test_its_programs_print_the_same_numbers(self):
+        """On one process and on two, as far as the README says so."""
         expected = numbers("one.py", 1)
         for name, world_size in (("dp.py", 1), ("many.py", 2), ("better.py", 2)):
             self.assertEqual(numbers(name, world_size), expected, name)
         self.assertEqual(numbers("my_job.py", 2), numbers("my_job.py", 1))
+
+    def test_training_from_shards_is_training_from_their_samples(self):
+        """The shards hold what SyntheticDataset makes."""
+        for path, dataset in (
+            ("train.tar", ddp.SyntheticDataset(48, 64, seed=0)),
+            ("val.tar", ddp.SyntheticDataset(25, 64, seed=1)),
+        ):
+            samples = [dataset[index] for index in range(len(dataset))]
+            write_shard(
+                path, {f"{i}.{k}.npy": s[k == "y"] for i, s in enumerate(samples) for k in "xy"}
+            )
+
+        lines = numbers(
+            "shards.py", 2, f"{SMALL} --epochs 3 --shards train.tar --val-shards val.tar"
+        )
+
+        self.assertEqual(lines, numbers("ddp_reference.py", 2, f"{SMALL} --epochs 3"))
+
+    def test_damaged_shards_are_refused_by_name(self):
+        """No member is unpickled, or followed as a link. A file must end as a tar file does."""
+        names = {"__name__": "shards"}
+        exec(programs()["shards.py"], names)
+        path = pathlib.Path("a.tar")
+        write_shard(path, {"a.y.npy": 0, "a.x.npy": np.array([{}])})
+        with self.assertRaisesRegex(ValueError, "Object arrays cannot be loaded"):
+            names["ShardDataset"]([path])[0]
+
+        whole = path.read_bytes()
+        # The second header is at byte 1024. Its type is at 156, of a link 2, of a sparse file S.
+        contents = [whole[:length] for length in (1500, 2048)]
+        contents += [whole[:1180] + kind + whole[1181:] for kind in (b"2", b"S")]
+        write_shard(path, {"a.x.npy": 0})
+        for content in (*contents, path.read_bytes()):
+            path.write_bytes(content)
+            with self.assertRaisesRegex(ValueError, "a.tar is damaged or lacks a member"):
+                names["ShardDataset"]([path])
 
 
 def main():
@@ -782,7 +1072,8 @@ def main():
         return print(f"Ours{experiments(ddp.DistributedSampler)}")
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
-    print(f"{result.testsRun - failed} passed, {failed} failed, {len(result.skipped)} skipped")
+    passed = result.testsRun - failed - len(result.skipped)
+    print(f"{passed} passed, {failed} failed, {len(result.skipped)} skipped")
     sys.exit(failed > 0 or not result.testsRun)  # NAME in -k NAME may be mistyped.
 
 
