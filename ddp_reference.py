@@ -9,17 +9,16 @@ samples: each rank computes the gradient of its own share, and DistributedDataPa
 averages the gradients over the ranks. Then all ranks make the same optimizer step, so their copies
 stay equal.
 
-More ranks make a training faster, and change its result only by rounding. (Dropout and two options
-are exceptions, which the README explains.) A job that was killed goes on from its checkpoint, on
-any number of ranks that divides the global batch.
+More ranks make a training faster, and change its result only by rounding, except with dropout,
+--local-bn and --micro-batch-size (see the README). A job that was killed goes on if it is started
+again with the same --checkpoint, on any number of ranks that divides the global batch.
 
-Some calls need every rank: an all-reduce gives each rank the sum of all ranks' tensors, a broadcast
-gives each rank the tensor of rank 0. If one rank skips such a call, the others wait for it until
-the job is ended. RANKS MEET marks these calls, also those inside a function that is called.
-RANKS DIFFER marks where ranks begin to do different things.
+Some calls need every rank, and are called collectives: an all-reduce gives each rank the sum of all
+ranks' tensors, a broadcast gives each rank the tensor of rank 0. If one rank skips such a call, the
+others wait for it until the job is ended. RANKS MEET marks each collective, also where another
+function hides it. RANKS DIFFER marks where ranks begin to do different things.
 
-Chapters 1 to 5 are data-parallel training. Chapters 6 to 9 hold what they call, to be read when a
-line needs it.
+Chapters 1 to 5 are the training. Chapters 6 to 9 are its helpers: read one when you meet its call.
 """
 
 import argparse
@@ -41,8 +40,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Keep this import, though nothing uses it: if PyTorch imports the module by itself, later, gloo may
-# crash when the process exits (pytorch/pytorch#190489).
+# Keep this import, though nothing uses it: if PyTorch imports the module later, gloo may crash when
+# the process exits (pytorch/pytorch#190489).
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn as nn
@@ -67,7 +66,7 @@ class SyntheticDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index):
-        rng = np.random.default_rng((self.seed, index))  # Any rank may have to read any item.
+        rng = np.random.default_rng((self.seed, index))  # It is the same item on each rank.
         x = torch.from_numpy(rng.standard_normal((3, self.length), dtype=np.float32))
         return x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=0).indices
 
@@ -91,8 +90,8 @@ def batch_sums(output, y):
     """Return the number of labels, then a sum for each of METRICS: float64 (1 + len(METRICS),).
 
     output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. The first metric must
-    be the loss, whose gradient is computed. Sums are returned because those of several batches can
-    be added up. Means cannot, because batches have unequally many labels.
+    be the loss, whose gradient is computed. Sums of batches can be added up. Means cannot, because
+    batches have unequally many labels.
     """
     loss = F.cross_entropy(output.float(), y, reduction="sum")
     predicted = output.max(dim=1).indices  # argmax() returns the same, but is slower on a CPU.
@@ -100,35 +99,35 @@ def batch_sums(output, y):
 
 
 def learning_rate(args, epochs_done):
-    """Return the rate of the next step. epochs_done: 2.5 means halfway through the third epoch."""
+    """Return the rate that train() sets, in every parameter group, for the next step.
+
+    epochs_done: 2.5 means halfway through the third epoch.
+    """
     return args.lr  # With a warm-up: args.lr * min(1, epochs_done + 0.1)
 
 
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    An item is a tuple of tensors, of which the last is y. It may draw random numbers, but only from
-    the global generators of PyTorch, NumPy and Python, which are seeded before each item is read.
-    All ranks are seeded alike before this call, so they make the same net.
+    An item is a tuple of tensors, of which the last is y. Reading an item may draw random numbers,
+    but only from the global generators of PyTorch, NumPy and Python, which are seeded before each
+    item. Before this call all ranks seed them alike, so that they make the same net.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # 25 give two ranks unequal shares.
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters())
 
 
 def positive_int(text):
-    """Return the number that is written in text. argparse refuses a text for which this raises."""
+    """Convert the text of an option. argparse turns the ValueError into its error message."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
 def parse_args():
-    """Return the options, and a function that refuses them: it prints a line, exits with status 2.
-
-    To add an option, add a line.
-    """
+    """Return (args, refuse). refuse(message) prints one line and ends the program with status 2."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=formatter)
     add = functools.partial(parser.add_argument, type=positive_int)  # unless another type is given
@@ -138,7 +137,7 @@ def parse_args():
     add("--global-batch-size", default=240, help="samples in a step, over all ranks")
     add("--micro-batch-size", help="samples that a rank computes at once; None: its whole share")
     add("--lr", type=float, default=0.01, help="learning rate")
-    add("--clip-grad-norm", type=float, default=0, help="largest norm of the gradient; 0: any")
+    add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
     add("--checkpoint", type=str, help="a file: resume from it if it exists, and write it")
     add("--checkpoint-every", help="write it every so many steps, and not only after each epoch")
@@ -153,7 +152,7 @@ def parse_args():
 
 # ---- 2. Which samples a rank reads
 class DistributedSampler(Sampler):
-    """PyTorch's DistributedSampler, which can also continue in the middle of an epoch.
+    """Like PyTorch's DistributedSampler, but it can also go on in the middle of an epoch.
 
     Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. Every
     rank draws the same permutation from seed + epoch, so no rank has to ask another. Rank r reads
@@ -170,7 +169,7 @@ class DistributedSampler(Sampler):
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"there is no rank {self.rank} among {self.num_replicas} ranks")
+            raise ValueError(f"there is no rank {self.rank} among {self.num_replicas}")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         round_up = 0 if drop_last else self.num_replicas - 1
         self.num_samples = (len(dataset) + round_up) // self.num_replicas
@@ -178,12 +177,12 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the order of an epoch, of which the ranks have read samples_read together.
+        """Choose the epoch's order, and skip its first samples_read samples.
 
         Raises ValueError if W does not divide samples_read, because then no step has ended there.
         """
         if samples_read % self.num_replicas:
-            raise ValueError(f"{samples_read=} is not a multiple of {self.num_replicas} ranks")
+            raise ValueError(f"{samples_read=} is not a multiple of {self.num_replicas}")
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
@@ -194,14 +193,13 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = range(len(self.dataset))
         if self.shuffle:
-            if self.was_read:  # PyTorch's sampler says nothing: pytorch/pytorch#31771.
+            if self.was_read:  # PyTorch's sampler says nothing (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            permutation = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            order = memoryview(permutation.numpy())  # 4 bytes a sample. A list has 36.
+            order = torch.randperm(len(order), generator=generator, dtype=torch.int32).numpy()
         for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
-            yield order[position % len(order)]  # RANKS DIFFER in the position.
+            yield int(order[position % len(order)])  # RANKS DIFFER in the position.
 
 
 # ---- 3. A step, and evaluation
@@ -217,30 +215,32 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     """Make one optimizer step from this rank's share of the global batch.
 
     The gradient is that of the mean loss over all labels of the global batch. To save memory, the
-    share is computed in micro-batches, equally many on each rank. Returns the batch_sums() of the
-    global batch, without waiting for a GPU. Raises TypeError for what is not a DDP model, or not a
-    list of tensors with the sample as first dimension.
+    share is computed in micro-batches. Every rank must have equally many samples. Returns the
+    batch_sums() of the global batch, without waiting for a GPU. Raises TypeError if model is not a
+    DDP model, or if batch is not a sequence of tensors whose first dimension is the sample.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net), which averages gradients")
-    if not all(map(torch.is_tensor, batch)):
-        raise TypeError("an item must be a tuple of tensors or numbers, of which the last is y")
-    size = micro_batch_size or len(batch[-1])
-    # [(x, y), (x, y), ...]. strict: the first dimension of each tensor must be the sample.
-    micro_batches = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+    if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
+        raise TypeError(
+            "a batch must be tensors (the last is y) with the sample as first dimension"
+        )
+    num_samples = len(batch[-1])
+    size = micro_batch_size or num_samples
     total = 0
-    for micro_batch in micro_batches:
-        # DDP all-reduces the gradients in a backward pass. Only the last one needs that: before,
-        # gradients add up on their rank. (DDP.no_sync() sets the same flag.)
-        model.require_backward_grad_sync = micro_batch is micro_batches[-1]
+    for start in range(0, num_samples, size):
+        # The gradients of the micro-batches add up on their rank. Only the last backward pass has
+        # to all-reduce them. (DDP.no_sync() sets the same flag.)
+        model.require_backward_grad_sync = start + size >= num_samples
+        micro_batch = [tensor[start : start + size] for tensor in batch]
         sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-        loss = sums[1]  # sums[0] is the number of labels.
-        loss.backward()  # RANKS MEET in BatchNorm, and in the last micro-batch for the gradients.
+        # sums[1] is the loss. RANKS MEET in BatchNorm, and in the last micro-batch for gradients.
+        sums[1].backward()
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # DDP has divided the sum of the ranks' gradients by the world size. Wanted is the sum divided
-    # by the number of labels (huggingface/transformers#34242), or 0 if there are none.
+    # The loss was a sum, and DDP has divided the sum of the ranks' gradients by the world size.
+    # Undo that, and divide by the number of labels (huggingface/transformers#34242), if any.
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
@@ -253,18 +253,21 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
 @torch.no_grad()
 def evaluate(net, batches, amp=False):
-    """Return the batch_sums() over the batches of all ranks. net: without DDP's wrapper."""
+    """Return the batch_sums() over the batches of all ranks, and leave the net in eval mode.
+
+    net: without DDP's wrapper, because ranks may have unequally many batches.
+    """
     for buffer in net.buffers():  # All ranks evaluate with the BatchNorm statistics of rank 0.
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
-    total = torch.zeros(1 + len(METRICS), dtype=torch.float64).to(next(net.parameters()).device)
-    for batch in batches:  # Ranks do not meet here, so they may have unequally many batches.
+    total = next(net.parameters()).new_zeros(1 + len(METRICS), dtype=torch.float64)
+    for batch in batches:  # Here no rank waits for another one.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
     return total
 
 
-def named(sums, prefix=""):
+def named_means(sums, prefix=""):
     """Return the means of METRICS as a text, as in "loss 0.5000 accuracy 0.7500"."""
     means = sums[1:] / sums[0]
     return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(METRICS, means))
@@ -273,21 +276,19 @@ def named(sums, prefix=""):
 # ---- 4. The loop
 def make_loaders(args, train_set, val_set, device):
     """Return (train_loader, val_loader), which read this rank's share of the samples."""
-    share = (
-        args.global_batch_size // dist.get_world_size()
-    )  # main() has refused what leaves a remainder.
+    share = args.global_batch_size // dist.get_world_size()  # main() allows no remainder.
     if len(train_set) < args.global_batch_size:
         raise ValueError("--global-batch-size is larger than the training set")
     options = {
         "num_workers": args.num_workers,
-        "persistent_workers": args.num_workers > 0,  # To start them takes seconds.
+        "persistent_workers": args.num_workers > 0,  # Starting workers takes seconds.
         "worker_init_fn": end_with_parent,
         "pin_memory": device.type == "cuda",
     }
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
     # A DistributedSampler would repeat samples here, which falsifies the means
-    # (pytorch/pytorch#25162). This way some ranks may have one sample less.
+    # (pytorch/pytorch#25162). Instead each rank takes every W-th sample.
     val_sampler = range(dist.get_rank(), len(val_set), dist.get_world_size())  # RANKS DIFFER
     val_loader = DataLoader(val_set, args.micro_batch_size or share, sampler=val_sampler, **options)
     return train_loader, val_loader
@@ -297,31 +298,35 @@ def train(args, device):
     """Train and evaluate. Every rank runs this function."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # Make the task, the same on every rank.
+    # Make the task, the same on every rank. SeededItems makes random augmentation independent of
+    # who reads an item. The layers that convert_batch_norm() changes keep their parameters.
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
-    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed)
+    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
         net = convert_batch_norm(net)
 
-    # Go on where the checkpoint ends, if there is one. RANKS MEET in resume().
+    # Go on where the checkpoint ends, if there is one of a job with the same identity. Its sums are
+    # those of the samples read, so that the printed means cover the whole epoch. RANKS MEET.
     path = args.checkpoint
     identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
     first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
-    sums = sums.to(device)  # of the samples read, so that the printed means cover the whole epoch
+    sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    model.broadcast_buffers = False  # evaluate() does so. The argument is deprecated since 2.13.
+    # Only evaluate() broadcasts buffers, not each step. DDP's argument is deprecated since 2.13.
+    model.broadcast_buffers = False
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
         print(f"ddp on {dist.get_backend()}, {job}, torch {torch.__version__}")
         if first_epoch or samples_read:
-            print(f"resuming from {path}: epoch {first_epoch}, {samples_read} samples read")
+            print(f"resuming {path} at epoch {first_epoch}/{args.epochs}, sample {samples_read}")
 
     for epoch in range(first_epoch, args.epochs):
         train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
         train_set.epoch.fill_(epoch)  # for the random numbers of items (chapter 7)
-        began, read_before = time.perf_counter(), samples_read
+        start_time = time.perf_counter()
+        read_before = samples_read
         model.train()
         for batch in watched(train_loader, args.timeout):  # RANKS MEET in each step.
             for group in optimizer.param_groups:
@@ -336,12 +341,12 @@ def train(args, device):
                 if args.checkpoint_every and step % args.checkpoint_every == 0:
                     save_checkpoint(path, identity, net, optimizer, (epoch, samples_read, sums))
                 if step % args.log_every == 0:
-                    print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named(sums)}")
+                    print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named_means(sums)}")
 
-        means = named(sums)  # This waits for the GPU, so the clock is read after it.
-        speed = (samples_read - read_before) / (time.perf_counter() - began)
-        # RANKS MEET in evaluate().
-        val_means = named(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
+        means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
+        speed = (samples_read - read_before) / (time.perf_counter() - start_time)
+        # RANKS MEET
+        val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
         samples_read, sums = 0, torch.zeros_like(sums)
         if rank == 0:  # RANKS DIFFER
             if path:
@@ -353,8 +358,8 @@ def train(args, device):
 def run_rank(args, init_method="env://"):
     """Run one rank: choose its device, join the process group, train.
 
-    torchrun has told the rank its numbers in environment variables. init_method: how the ranks find
-    each other, by default at the address that torchrun has set, too.
+    torchrun tells a rank its numbers in environment variables. init_method: how the ranks find each
+    other, by default at the address that torchrun sets.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
@@ -368,19 +373,20 @@ def run_rank(args, init_method="env://"):
     if world_size == local_world_size:  # One machine, so the loopback interface is enough.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # NCCL needs a GPU for each rank. gloo does not.
+    # NCCL needs a GPU for each rank. With gloo, ranks can share one.
     backend = "nccl" if local_world_size <= num_gpus else "gloo"
-    timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of watch()
+    timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of restart_watchdog()
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
-    watch(args.timeout)
+    restart_watchdog(args.timeout)
     try:
         train(args, device)
     except Exception:
-        # The traceback is read when the process has ended, but NCCL may keep it from ending.
+        # The error is reported when this process has ended, which NCCL may prevent. End it.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # train() must have returned, because this call may hang while a DDP model exists. It is left
-    # out after an exception, when it would wait for the other ranks (pytorch/torchtitan#1342).
+    # Destroy the group only after train() has returned, because this may hang while a DDP model
+    # exists. After an exception it is skipped, because it could wait for ranks that have no error
+    # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
 
@@ -399,12 +405,13 @@ def main():
     """
     args, refuse = parse_args()
     under_torchrun = "LOCAL_RANK" in os.environ
-    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if not under_torchrun and ("RANK" in os.environ or num_tasks != "1"):
-        refuse("each task would start a job of its own: start one a machine, with torchrun")
+    slurm_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not under_torchrun and ("RANK" in os.environ or slurm_tasks != "1"):
+        refuse("each task would start a job of its own: start torchrun, once on each machine")
     num_gpus = torch.cuda.device_count()
     if num_gpus and not torch.cuda.is_available():
         refuse("CUDA does not start; PyTorch's warning says why. Old driver: TORCH=torch==2.10.0")
+    # Is there a driver, of NVIDIA or AMD, for GPUs that this PyTorch cannot use?
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if not num_gpus and not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         refuse("this PyTorch sees no GPU. To train on the CPU, set CUDA_VISIBLE_DEVICES= (nothing)")
@@ -412,7 +419,7 @@ def main():
     if min(args.num_workers, args.lr, args.clip_grad_norm, args.seed) < 0:
         refuse("--num-workers, --lr, --clip-grad-norm and --seed cannot be below 0")
     if args.global_batch_size % world_size:
-        refuse(f"--global-batch-size must be a multiple of the number of processes, {world_size}")
+        refuse("--global-batch-size must be a multiple of the number of processes")
     if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint")
     if args.checkpoint is not None:
@@ -426,7 +433,7 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.
     try:
         with tempfile.TemporaryDirectory() as folder:
-            # A port could be taken by another job (pytorch/pytorch#126510), but not this file.
+            # The ranks meet through a file. Another job could take a port (pytorch/pytorch#126510).
             mp.spawn(run_spawned_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
         os._exit(130)  # sys.exit() would wait for the ranks, which end when this process does.
@@ -440,13 +447,13 @@ def save_checkpoint(path, identity, net, optimizer, progress):
     FloatingPointError if the net holds a number that is not finite, and BlockingIOError while
     another job writes the file. Then the file stays as it was.
     """
-    path = os.path.realpath(path)  # A symbolic link stays one.
+    path = os.path.realpath(path)  # Replace what a symbolic link points to.
     state = net.state_dict()
     if not all(tensor.isfinite().all() for tensor in state.values()):
-        raise FloatingPointError(f"the net is not finite any more, so {path} was not written")
+        raise FloatingPointError(f"the net is not finite, so nothing was written to {path}")
     with open(f"{path}.tmp", "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Linux frees it when a process ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Two jobs would write a mixture.
         except BlockingIOError:
             raise BlockingIOError(f"another job is writing --checkpoint {path}") from None
         file.truncate(0)
@@ -461,8 +468,8 @@ def resume(path, identity, net, optimizer):
     """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
 
     Without a file these are zeros. sums, float64 (1 + len(METRICS),), is on the CPU. Nothing in the
-    file is executed. Raises ValueError for a file that is damaged or of another job, and if not all
-    ranks have the same data and find the same file.
+    file is executed. Raises ValueError for a file that is damaged or of another job, and if the
+    ranks have unequally long training sets, or do not all find the file.
     """
     progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path and os.path.exists(path):
@@ -478,10 +485,10 @@ def resume(path, identity, net, optimizer):
             progress = checkpoint["progress"]
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (identity, *progress[:2]))  # RANKS MEET before rank 0 writes.
-    if len(set(ranks)) > 1:
-        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {ranks}")
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (identity, progress[:2]))  # RANKS MEET before rank 0 writes.
+    if len(set(found)) > 1:
+        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {found}")
     return progress
 
 
@@ -505,7 +512,7 @@ def seed_generators(seed, *place):
 class SeededItems(Dataset):
     """A dataset whose items draw the same random numbers on any number of ranks and workers.
 
-    In each epoch they draw others: epoch.fill_(3) chooses those of the fourth.
+    The numbers follow from the seed, the epoch and the index. epoch.fill_(3) sets the epoch.
     """
 
     def __init__(self, dataset, seed):
@@ -524,8 +531,9 @@ class SeededItems(Dataset):
 def convert_batch_norm(net):
     """Return the net with BatchNorm layers that see the samples of all ranks in training.
 
-    On GPUs they become PyTorch's nn.SyncBatchNorm, which refuses CPUs. On CPUs each rank computes
-    them for the samples of all ranks, of which each must have equally many, and keeps its own.
+    On GPUs they become PyTorch's nn.SyncBatchNorm, which refuses CPUs. On CPUs each rank gathers
+    the samples of all ranks before a layer, and keeps its own part after it. There the samples of
+    all ranks must have equal shapes.
     """
     if next(net.parameters()).is_cuda:
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -539,7 +547,21 @@ def convert_batch_norm(net):
 def gather_samples(layer, inputs):
     """Before a BatchNorm layer: replace this rank's samples by those of all ranks."""
     if layer.training:
-        return GatherSamples.apply(*inputs)
+        (x,) = inputs
+        shares = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, x.detach().contiguous())  # RANKS MEET
+        shares[dist.get_rank()] = x  # RANKS DIFFER in what has a gradient.
+        samples = torch.cat(shares)
+        if samples.requires_grad:
+            samples.register_hook(sum_over_ranks)
+        return samples
+
+
+def sum_over_ranks(gradient):
+    """In the backward pass: add up the gradients of all ranks, whose losses the samples enter."""
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)  # RANKS MEET
+    return gradient
 
 
 def keep_own_samples(layer, inputs, output):
@@ -548,39 +570,19 @@ def keep_own_samples(layer, inputs, output):
         return output.chunk(dist.get_world_size())[dist.get_rank()]  # RANKS DIFFER
 
 
-class GatherSamples(torch.autograd.Function):
-    """Concatenate the samples of all ranks.
-
-    A rank's samples enter the loss of every rank, so their gradient is the sum of the gradients
-    that all ranks have for them.
-    """
-
-    @staticmethod
-    def forward(ctx, x):
-        shares = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
-        dist.all_gather(shares, x.contiguous())  # RANKS MEET
-        return torch.cat(shares)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)  # RANKS MEET
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]  # RANKS DIFFER
-
-
 # ---- 9. Hangs, and processes that are left over
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
 
-    PyTorch has ranks interrupted instead, which a job that was started with & ignores, and a worker
-    looks for its rank only every few seconds.
+    PyTorch sends ranks only SIGINT, which jobs in the background ignore, and its loader workers
+    notice the end only after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
 
 
-def watch(timeout):
-    """Wind a clock that ends the job, unless it is wound again within timeout seconds.
+def restart_watchdog(timeout):
+    """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
     First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
     one after another. Then the last one exits, which ends the others.
@@ -591,9 +593,9 @@ def watch(timeout):
 
 
 def watched(batches, timeout):
-    """Yield the batches, and wind the clock at each."""
+    """Yield the batches, and restart the watchdog at each."""
     for batch in batches:
-        watch(timeout)
+        restart_watchdog(timeout)
         yield batch
 
 

@@ -227,6 +227,14 @@ def be_rank(rank, world_size, port, options, edit, replacements):
     assert not dist.is_initialized(), "the process group was not destroyed"
 
 
+def open_store():
+    """Return a store by which ranks find each other, on the loopback address only."""
+    # If TCPStore opened a port itself, it would listen on all networks.
+    server = socket.create_server(("localhost", 0))
+    port = server.getsockname()[1]
+    return dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
+
+
 def run_job(world_size, options="", edit="", **replacements):
     """Run a job on so many ranks: return what each rank printed.
 
@@ -238,10 +246,7 @@ def run_job(world_size, options="", edit="", **replacements):
     # The ranks are forked from a process that has imported what takes long. torch._dynamo is what
     # the first optimizer of a process would import.
     mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
-    # If TCPStore opened a port itself, it would listen on all networks.
-    server = socket.create_server(("localhost", 0))
-    port = server.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
+    store = open_store()
     arguments = world_size, store.port, options, edit, replacements
     mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
     return [pathlib.Path(f"rank{rank}").read_text() for rank in range(world_size)]
@@ -415,8 +420,8 @@ class Lesson4Evaluation(TestCase):
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
 # PyTorch's layer does in one process with the samples of all ranks. To break it, leave out
-# `dist.all_reduce(gradient)` in GatherSamples. Then the gradients of x differ on 2 ranks, and the
-# outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, without GatherSamples.)
+# `dist.all_reduce(gradient)` in sum_over_ranks(). Then the gradients of x differ on 2 ranks, and the
+# outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, without it.)
 def run_layer(layer, x):
     """Return what a layer computes from x, by name."""
     x = x.detach().requires_grad_()
@@ -536,7 +541,7 @@ class Lesson6NumberOfProcesses(TestCase):
 
 # ---- Chapter 1: the options
 COMMAND_LINES = """
---nproc-per-node 7      | must be a multiple of the number of processes, 7
+--nproc-per-node 7      | must be a multiple of the number of processes
 --checkpoint-every 1    | --checkpoint-every needs --checkpoint
 --checkpoint=           | --checkpoint is a folder
 --checkpoint none/ck    | its folder is missing
@@ -578,9 +583,9 @@ class Chapter1Options(TestCase):
 # ---- Chapters 2 to 4: the sampler, the step and the loop
 MISTAKES = """
 train_step(net, optimizer, (x, y))                     | needs DistributedDataParallel
-train_step(model, optimizer, {"x": x, "y": y})         | must be a tuple of tensors
-train_step(model, optimizer, (x, ("a", "b")))          | must be a tuple of tensors
-train_step(model, optimizer, (x.movedim(1, 0), y), 1)  | argument 2 is longer
+train_step(model, optimizer, {"x": x, "y": y})         | a batch must be tensors
+train_step(model, optimizer, (x, ("a", "b")))          | a batch must be tensors
+train_step(model, optimizer, (x.movedim(1, 0), y))     | with the sample as first dimension
 DistributedSampler(range(8), 2, rank=2)                | no rank 2 among 2
 DistributedSampler(range(8), 2, rank=-1)               | no rank -1 among 2
 DistributedSampler(range(8), 2, 0).set_epoch(0, 3)     | samples_read=3 is not a multiple of 2
@@ -666,7 +671,7 @@ class time:
 
         # Between two looks at the clock, 24 samples are read after the stop, and then 48.
         expected = f"""
-resuming from numbers: epoch 0, 24 samples read
+resuming numbers at epoch 0/2, sample 24
 epoch 0 | 48/48 | {means}
 epoch 0 | {all_means} | 12.0 samples/s
 epoch 1 | 48/48 | {means}
@@ -687,7 +692,7 @@ FAULTS = """
 
 --num-samples 6          | larger than the training set
 
---epochs 3 --lr inf      | the net is not finite any more, so .*ck was not written
+--epochs 3 --lr inf      | the net is not finite, so nothing was written to .*ck
 
 --seed 0                 | ck is damaged or of another job: .* in loading state_dict
 class ConvNet(nn.Sequential):
@@ -918,7 +923,7 @@ class faulthandler:
         for stack, timeout, function in zip(err.split("Timeout (")[1:], times * 2, functions):
             self.assertRegex(stack, rf"^{timeout}\)!\n(?s:.*) in {function}\n")
         assert "listening on lo" in out
-        assert "resuming from hanging: epoch 1, 24 samples read" in out
+        assert "resuming hanging at epoch 1/2, sample 24" in out
 
     def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
         """NCCL may keep a failed rank from ending. After 30 seconds it is ended."""
@@ -934,8 +939,10 @@ def programs():
     """Return the programs of the README by name. A diff makes one from another one."""
     texts = dict(re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", README))
     texts["ddp_reference.py"] = (HERE / "ddp_reference.py").read_text()
-    for old_name, name, diff in re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README):
-        text = texts.get(name, texts[old_name])  # A diff may be shown in several parts.
+    diffs = re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README)
+    # The diff from one.py to many.py is shown in parts, between others that begin at many.py.
+    for old_name, name, diff in sorted(diffs, key=lambda diff: diff[0] != "one.py"):
+        text = texts.get(name, texts[old_name])
         for hunk in re.split(r"(?m)^@@.*\n", diff):
             old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
             new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
@@ -955,27 +962,51 @@ def write_programs():
             print(f"wrote {name}")
 
 
-def run_program(name):
-    """In place of main(): run a program of the README."""
+def run_programs(ports):
+    """In place of main(): run programs of the README one after another."""
     if int(os.environ["WORLD_SIZE"]) > GPUS:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
-    exec(programs()[name], {"__name__": "__main__"})
+    for name, port in ports.items():
+        os.environ["MASTER_PORT"] = f"{port}"  # Each needs an empty store.
+        print("==", name)
+        exec(programs()[name], {"__name__": "__main__"})
 
 
-def numbers(name, world_size, options="--epochs 3 --lr 0.1"):
-    """Run a program of the README on so many ranks: return the lines of its epochs."""
-    out, *_ = run_job(world_size, options, main=partial(run_program, name))
-    assert "epoch 2 |" in out, f"{name} ends too early: {out}"
-    return re.findall(r"epoch .* \d\.\d{4}", out)
+def lines_of(names, world_size, options="--epochs 3 --lr 0.1"):
+    """Run programs of the README on so many ranks: return the lines of their epochs, by name."""
+    stores = {name: open_store() for name in names}
+    ports = {name: store.port for name, store in stores.items()}
+    out, *_ = run_job(world_size, options, main=partial(run_programs, ports))
+    _, *parts = re.split("== (.*)\n", out)
+    return {
+        name: re.findall(r"epoch .* \d\.\d{4}", text) for name, text in zip(parts[::2], parts[1::2])
+    }
 
 
 class TheReadme(TestCase):
-    def test_its_programs_print_the_same_numbers(self):
-        """On one process and on two, as far as the README says so."""
-        expected = numbers("one.py", 1)
-        for name, world_size in (("dp.py", 1), ("many.py", 2), ("better.py", 2)):
-            self.assertEqual(numbers(name, world_size), expected, name)
-        self.assertEqual(numbers("my_job.py", 2), numbers("my_job.py", 1))
+    def test_each_step_from_one_gpu_to_many_is_needed(self):
+        """With all five hunks two processes print the lines of one. Without a hunk they do not."""
+        one = lines_of(["one.py", "dp.py", "my_job.py"], 1)
+        variants = [name for name in programs() if re.match("many|with|still", name)]
+
+        two = lines_of([*variants, "my_job.py"], 2)
+
+        self.assertEqual(one["one.py"], one["dp.py"])
+        self.assertEqual(one["my_job.py"], two.pop("my_job.py"))
+        for name, lines in two.items():
+            assert (lines != one["one.py"]) == name.startswith("without"), f"{name}: {lines}"
+            assert f"**{lines[-1][-6:]}**" in README or lines == one["one.py"], f"{name}: {lines}"
+
+    def test_stock_ddp_depends_on_the_ranks_and_ours_does_not(self):
+        """The table of the README: the last lines on 1, 2 and 4 processes."""
+        rows = re.findall(r"\| `(.*?)`.* \| (0[^|]*) \| (0[^|]*) \|", README)
+        names = [f"{job}{part}.py" for job, *_ in rows for part in ("", "_ours")]
+        runs = [lines_of(names, world_size) for world_size in (1, 2, 4)]
+        self.assertEqual(len(rows), 4)
+        for job, *cells in rows:
+            for name, cell in zip((f"{job}.py", f"{job}_ours.py"), cells):
+                self.assertEqual(" ".join(run[name][-1][-6:] for run in runs), cell, name)
+            assert len({tuple(run[f"{job}_ours.py"]) for run in runs}) == 1, job
 
     def test_shards_hold_the_samples_or_are_refused_by_name(self):
         """A file must hold pairs of plain files, and end as a tar file does."""
@@ -988,7 +1019,8 @@ class TheReadme(TestCase):
                 tar.add("member.npy", f"{index}.{'xy'[name]}.npy")
         for item, expected in zip(names["ShardDataset"]([path]), dataset):
             assert_close(list(item), list(expected), "an item")
-        numbers("shards.py", 2, f"{SMALL} --epochs 3 --shards a.tar --val-shards a.tar")
+        options = f"{SMALL} --shards a.tar --val-shards a.tar"
+        assert len(lines_of(["shards.py"], 2, options)["shards.py"]) == 2
 
         # One file is cut off in a member, the other one where a member ends.
         contents = [path.read_bytes()[:2000], path.read_bytes()[:76800]]
