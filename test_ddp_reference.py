@@ -421,7 +421,7 @@ class Lesson4Evaluation(TestCase):
 # On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
 # PyTorch's layer does in one process with the samples of all ranks. To break it, leave out
 # `dist.all_reduce(gradient)` in sum_over_ranks(). Then the gradients of x differ on 2 ranks, and the
-# outputs do not. (On GPUs the layers become PyTorch's own nn.SyncBatchNorm, and nothing changes.)
+# outputs do not. (On GPUs, where the layers become nn.SyncBatchNorm, nothing changes.)
 def run_layer(layer, x):
     """Return what a layer computes from x, by name."""
     x = x.detach().requires_grad_()
