@@ -420,8 +420,8 @@ class Lesson4Evaluation(TestCase):
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # On any number of ranks, a BatchNorm layer that convert_batch_norm() has changed does what
 # PyTorch's layer does in one process with the samples of all ranks. To break it, leave out
-# `dist.all_reduce(gradient)` in sum_over_ranks(). Then the gradients of x differ on 2 ranks, and the
-# outputs do not. (On GPUs, where the layers become nn.SyncBatchNorm, nothing changes.)
+# `dist.all_reduce(gradient)` in sum_over_ranks(). Then on 2 ranks the gradients of x differ, and
+# the outputs do not. (On GPUs, where the layers become nn.SyncBatchNorm, nothing changes.)
 def run_layer(layer, x):
     """Return what a layer computes from x, by name."""
     x = x.detach().requires_grad_()
