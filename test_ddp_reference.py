@@ -75,13 +75,15 @@ def setUpModule():
 # break it, leave out `dist.all_reduce(total)`. Then each rank has its own numbers.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     for megabytes in (1, 64):
         integers = torch.arange(megabytes * 2**18, dtype=torch.int32, device=device)
         total = integers + rank
         began = time.perf_counter()
         dist.all_reduce(total)
-        wrong = (total != world_size * integers + sum(range(world_size))).sum().item()
+        expected = world_size * integers + sum(range(world_size))
+        wrong = (total != expected).sum().item()
         seconds = time.perf_counter() - began
         assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
     print(f"{world_size} ranks all-reduced 64 MB in {seconds:.3f} s on {dist.get_backend()}.")
@@ -332,7 +334,8 @@ def plain_net():
     One of its parameters is frozen, and so never has a gradient.
     """
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 3, padding=1))
+    first = nn.Conv1d(3, 8, 3, padding=1)
+    net = nn.Sequential(first, nn.ReLU(), nn.Conv1d(8, 3, 3, padding=1))
     net[0].bias.requires_grad_(False)
     return net
 
@@ -340,7 +343,8 @@ def plain_net():
 def make_plain_task(args, device):
     """Return a task with uneven labels, whose net is the same in training and in evaluation."""
     net = plain_net().to(device)
-    return Ragged(48), Ragged(25), net, torch.optim.Adam(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters())
+    return Ragged(48), Ragged(25), net, optimizer
 
 
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
@@ -387,7 +391,8 @@ def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
     logits = net.eval()(x)
-    accuracy = (logits.argmax(1) == y).sum() / (y != -100).sum()
+    num_correct = (logits.argmax(1) == y).sum()
+    accuracy = num_correct / (y != -100).sum()
     return F.cross_entropy(logits, y).item(), accuracy.item()
 
 
@@ -478,7 +483,8 @@ class Augmented(Ragged):
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        return x * (torch.rand(()).item() + np.random.rand() + random.random()), y
+        factor = torch.rand(()).item() + np.random.rand() + random.random()
+        return x * factor, y
 
 
 def make_augmented_task(args, device):
@@ -911,8 +917,8 @@ class faulthandler:
             (signal.SIGKILL, -9, signal.SIG_IGN),
         ):
             launcher = start(f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1", sigint)
-            assert launcher.stdout.readline().startswith("ddp")
-            assert launcher.stdout.readline() == "stuck\n"
+            while launcher.stdout.readline() != "stuck\n":
+                assert launcher.poll() is None
 
             launcher.send_signal(number)
 
@@ -961,11 +967,12 @@ def programs():
 def write_programs():
     """Write the programs of the README into this folder, but not over a file that exists."""
     for name, text in programs().items():
-        if os.path.exists(name):
-            print(f"{name} exists already, and is left as it is")
-        elif name.endswith(".py"):
-            pathlib.Path(name).write_text(text)
+        path = pathlib.Path(name)
+        if not path.exists() and name.endswith(".py"):
+            path.write_text(text)
             print(f"wrote {name}")
+        elif path.exists() and path.read_text() != text:
+            print(f"{name} exists already, and is left as it is")
 
 
 def run_programs(ports):
@@ -984,9 +991,10 @@ def lines_of(names, world_size, options="--epochs 3 --lr 0.1"):
     ports = {name: store.port for name, store in stores.items()}
     out, *_ = run_job(world_size, options, main=partial(run_programs, ports))
     _, *parts = re.split("== (.*)\n", out)
-    return {
-        name: re.findall(r"epoch .* \d\.\d{4}", text) for name, text in zip(parts[::2], parts[1::2])
-    }
+    lines = {}
+    for name, text in zip(parts[::2], parts[1::2]):
+        lines[name] = re.findall(r"epoch .* \d\.\d{4}", text)
+    return lines
 
 
 class TheReadme(TestCase):
@@ -1012,7 +1020,8 @@ class TheReadme(TestCase):
         runs = [lines_of(names, world_size) for world_size in (1, 2, 4)]
         last = {name: " ".join(run[name][-1][-6:] for run in runs) for name in names}
         for job in jobs:
-            stock, ours = last[f"{job}.py"], last[f"{job}_ours.py"]
+            stock = last[f"{job}.py"]
+            ours = last[f"{job}_ours.py"]
             assert re.search(rf"`{job}`.* \| {stock} \| {ours} \|", README), f"{job} {stock} {ours}"
             assert len(set(ours.split())) == 1 and stock != ours, f"{job} {stock} {ours}"
 
@@ -1020,7 +1029,8 @@ class TheReadme(TestCase):
         """A file must hold pairs of plain files, and end as a tar file does."""
         names = {"__name__": "shards"}
         exec(programs()["shards.py"], names)
-        dataset, path = ddp.SyntheticDataset(48, 64, seed=0), pathlib.Path("a.tar")
+        dataset = ddp.SyntheticDataset(48, 64, seed=0)
+        path = pathlib.Path("a.tar")
         with tarfile.open(path, "w") as tar:
             for index, name in itertools.product(range(48), (0, 1)):
                 np.save("member.npy", dataset[index][name])
@@ -1050,8 +1060,9 @@ def main():
         return write_programs()
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
-    passed = result.testsRun - failed - len(result.skipped)
-    print(f"{passed} passed, {failed} failed, {len(result.skipped)} skipped")
+    skipped = len(result.skipped)
+    passed = result.testsRun - failed - skipped
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(failed > 0 or not result.testsRun)  # NAME in -k NAME may be mistyped.
 
 
