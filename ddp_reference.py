@@ -207,7 +207,7 @@ def forward(model, batch, amp):
     """Return batch_sums() of a batch, which is a sequence of tensors. The last of them is y."""
     device = next(model.parameters()).device
     *inputs, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=amp):
+    with torch.autocast(device.type, torch.bfloat16, amp):
         return batch_sums(model(*inputs), y)
 
 
@@ -222,9 +222,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net), which averages gradients")
     if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
-        raise TypeError(
-            "a batch must be tensors (the last is y) with the sample as first dimension"
-        )
+        raise TypeError("a batch must be tensors (the last is y) with the sample as dimension 0")
     num_samples = len(batch[-1])
     size = micro_batch_size or num_samples
     total = 0
@@ -311,6 +309,7 @@ def train(args, device):
     # those of the samples read, so that the printed means cover the whole epoch. RANKS MEET.
     path = args.checkpoint
     identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
+    identity += repr(train_set[0])  # All ranks must have the same data, and a resumed job, too.
     first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
@@ -347,7 +346,8 @@ def train(args, device):
         speed = (samples_read - read_before) / (time.perf_counter() - start_time)
         # RANKS MEET
         val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
-        samples_read, sums = 0, torch.zeros_like(sums)
+        samples_read = 0
+        sums = torch.zeros_like(sums)
         if rank == 0:  # RANKS DIFFER
             if path:
                 save_checkpoint(path, identity, net, optimizer, (epoch + 1, 0, sums))
@@ -411,9 +411,9 @@ def main():
     num_gpus = torch.cuda.device_count()
     if num_gpus and not torch.cuda.is_available():
         refuse("CUDA does not start; PyTorch's warning says why. Old driver: TORCH=torch==2.10.0")
-    # Is there a driver, of NVIDIA or AMD, for GPUs that this PyTorch cannot use?
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if not num_gpus and not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+    # Is there a driver for GPUs that this PyTorch cannot use?
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if wanted and not num_gpus and os.path.exists("/dev/nvidiactl"):
         refuse("this PyTorch sees no GPU. To train on the CPU, set CUDA_VISIBLE_DEVICES= (nothing)")
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
     if min(args.num_workers, args.lr, args.clip_grad_norm, args.seed) < 0:
@@ -426,6 +426,7 @@ def main():
         path = os.path.realpath(args.checkpoint)  # For "" this is the working directory.
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             refuse("--checkpoint is a folder, or its folder is missing or read-only")
+        args.checkpoint = path  # A symbolic link stays one, because the file that it names is used.
 
     if under_torchrun:
         return run_rank(args)
@@ -447,15 +448,11 @@ def save_checkpoint(path, identity, net, optimizer, progress):
     FloatingPointError if the net holds a number that is not finite, and BlockingIOError while
     another job writes the file. Then the file stays as it was.
     """
-    path = os.path.realpath(path)  # Replace what a symbolic link points to.
     state = net.state_dict()
     if not all(tensor.isfinite().all() for tensor in state.values()):
         raise FloatingPointError(f"the net is not finite, so nothing was written to {path}")
     with open(f"{path}.tmp", "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Two jobs would write a mixture.
-        except BlockingIOError:
-            raise BlockingIOError(f"another job is writing --checkpoint {path}") from None
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This fails while another job writes it.
         file.truncate(0)
         states = {"net": state, "optimizer": optimizer.state_dict()}
         torch.save({"identity": identity, "progress": progress, **states}, file)
@@ -469,7 +466,7 @@ def resume(path, identity, net, optimizer):
 
     Without a file these are zeros. sums, float64 (1 + len(METRICS),), is on the CPU. Nothing in the
     file is executed. Raises ValueError for a file that is damaged or of another job, and if the
-    ranks have unequally long training sets, or do not all find the file.
+    ranks have unequal identities, because their data differ, or do not all find the file.
     """
     progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path and os.path.exists(path):
@@ -579,6 +576,9 @@ def end_with_parent(worker_id=None):
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
+    parent = mp.parent_process()  # torchrun's ranks have none.
+    if parent and not parent.is_alive():  # It ended before this call.
+        os._exit(1)
 
 
 def restart_watchdog(timeout):
