@@ -592,7 +592,7 @@ MISTAKES = """
 train_step(net, optimizer, (x, y))                     | needs DistributedDataParallel
 train_step(model, optimizer, {"x": x, "y": y})         | a batch must be tensors
 train_step(model, optimizer, (x, ("a", "b")))          | a batch must be tensors
-train_step(model, optimizer, (x.movedim(1, 0), y))     | with the sample as first dimension
+train_step(model, optimizer, (x.movedim(1, 0), y))     | with the sample as dimension 0
 DistributedSampler(range(8), 2, rank=2)                | no rank 2 among 2
 DistributedSampler(range(8), 2, rank=-1)               | no rank -1 among 2
 DistributedSampler(range(8), 2, 0).set_epoch(0, 3)     | samples_read=3 is not a multiple of 2
