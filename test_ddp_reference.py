@@ -441,7 +441,8 @@ def compare_batch_norm(args, device):
     """On a rank: run layers on its samples, and compare with PyTorch's layer on all samples."""
     torch.manual_seed(0)  # All ranks have the same samples.
     x = torch.randn(12, 2, 2, 3).movedim(-1, 1)  # 3 channels, and a layout as of "channels last"
-    for options in ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}):
+    variants = ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False})
+    for options in variants[:1] if device.type == "cuda" else variants:  # PyTorch tests its own.
         layer = nn.BatchNorm2d(3, eps=0.01, **options)
         net = nn.Sequential(copy.deepcopy(layer), nn.Conv2d(3, 3, 1)).to(device)
 
