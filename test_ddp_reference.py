@@ -442,7 +442,9 @@ def compare_batch_norm(args, device):
     torch.manual_seed(0)  # All ranks have the same samples.
     x = torch.randn(12, 2, 2, 3).movedim(-1, 1)  # 3 channels, and a layout as of "channels last"
     variants = ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False})
-    for options in variants[:1] if device.type == "cuda" else variants:  # PyTorch tests its own.
+    for options in (
+        variants[:1] if device.type == "cuda" else variants
+    ):  # There it is PyTorch's own layer.
         layer = nn.BatchNorm2d(3, eps=0.01, **options)
         net = nn.Sequential(copy.deepcopy(layer), nn.Conv2d(3, 3, 1)).to(device)
 
