@@ -721,8 +721,9 @@ def train(args, device, train=train):
 
 --checkpoint new         | the ranks have unequal data
 def make_task(args, device, make_task=make_task):
-    args.seed += dist.get_rank()
-    return make_task(args, device)
+    task = make_task(args, device)
+    task[0].seed += dist.get_rank()
+    return task
 
 --checkpoint new         | the net is not finite
 def make_task(args, device, make_task=make_task):
