@@ -13,10 +13,11 @@ More ranks make a training faster, and change its result only by rounding, excep
 --local-bn and --micro-batch-size (see the README). A job that was killed goes on if it is started
 again with the same --checkpoint, on any number of ranks that divides the global batch.
 
-Some calls need every rank, and are called collectives: an all-reduce gives each rank the sum of all
-ranks' tensors, a broadcast gives each rank the tensor of rank 0. If one rank skips such a call, the
-others wait for it until the job is ended. RANKS MEET marks each collective, also where another
-function hides it. RANKS DIFFER marks where ranks begin to do different things.
+Some calls need every rank and are called collectives. An all-reduce gives each rank the sum of all
+ranks' tensors, an all-gather gives it all of them, and a broadcast gives it rank 0's. If one rank
+skips such a call, the others wait for it until the job is ended, or meet its next one instead.
+RANKS MEET marks each collective, and many calls that contain one. RANKS DIFFER marks where ranks
+begin to do different things.
 
 Chapters 1 to 5 are the training. Chapters 6 to 9 are its helpers: read one when you meet its call.
 """
@@ -66,7 +67,7 @@ class SyntheticDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index):
-        rng = np.random.default_rng((self.seed, index))  # It is the same item on each rank.
+        rng = np.random.default_rng((self.seed, index))  # The same on any rank.
         x = torch.from_numpy(rng.standard_normal((3, self.length), dtype=np.float32))
         return x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=0).indices
 
@@ -227,8 +228,8 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     size = micro_batch_size or num_samples
     total = 0
     for start in range(0, num_samples, size):
-        # The gradients of the micro-batches add up on their rank. Only the last backward pass has
-        # to all-reduce them. (DDP.no_sync() sets the same flag.)
+        # Each rank adds up the gradients of its micro-batches, and DDP all-reduces them only in the
+        # last backward pass. (DDP.no_sync() sets the same flag, which forward passes read.)
         model.require_backward_grad_sync = start + size >= num_samples
         micro_batch = [tensor[start : start + size] for tensor in batch]
         sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
@@ -237,8 +238,8 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # The loss was a sum, and DDP has divided the sum of the ranks' gradients by the world size.
-    # Undo that, and divide by the number of labels (huggingface/transformers#34242), if any.
+    # The loss is a sum over labels, whose gradients DDP has averaged over the ranks. So multiply by
+    # the world size and divide by the number of labels, if any (huggingface/transformers#34242).
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
@@ -286,7 +287,7 @@ def make_loaders(args, train_set, val_set, device):
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
     # A DistributedSampler would repeat samples here, which falsifies the means
-    # (pytorch/pytorch#25162). Instead each rank takes every W-th sample.
+    # (pytorch/pytorch#25162). Instead each rank takes every world_size-th sample.
     val_sampler = range(dist.get_rank(), len(val_set), dist.get_world_size())  # RANKS DIFFER
     val_loader = DataLoader(val_set, args.micro_batch_size or share, sampler=val_sampler, **options)
     return train_loader, val_loader
@@ -296,8 +297,8 @@ def train(args, device):
     """Train and evaluate. Every rank runs this function."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # Make the task, the same on every rank. SeededItems makes random augmentation independent of
-    # who reads an item. The layers that convert_batch_norm() changes keep their parameters.
+    # Make the same task on every rank. An item's random numbers do not depend on the rank that
+    # reads it. The optimizer stays valid, as convert_batch_norm() keeps the net's parameters.
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
@@ -309,7 +310,7 @@ def train(args, device):
     # those of the samples read, so that the printed means cover the whole epoch. RANKS MEET.
     path = args.checkpoint
     identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
-    identity += repr(train_set[0])  # All ranks must have the same data, and a resumed job, too.
+    identity += repr(train_set[0])  # The first item stands for the data, which must not change.
     first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
@@ -327,11 +328,11 @@ def train(args, device):
         start_time = time.perf_counter()
         read_before = samples_read
         model.train()
-        for batch in watched(train_loader, args.timeout):  # RANKS MEET in each step.
+        for batch in watched(train_loader, args.timeout):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, epoch + samples_read / len(train_set))
             seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
-            sums += train_step(
+            sums += train_step(  # RANKS MEET
                 model, optimizer, batch, args.micro_batch_size, args.clip_grad_norm, args.amp
             )
             samples_read += args.global_batch_size
@@ -381,10 +382,10 @@ def run_rank(args, init_method="env://"):
     try:
         train(args, device)
     except Exception:
-        # The error is reported when this process has ended, which NCCL may prevent. End it.
+        # The launcher reports this once the process ends. If NCCL prevents that, exit after 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # Destroy the group only after train() has returned, because this may hang while a DDP model
+    # Destroy the group only after train() has returned, because that may hang while a DDP model
     # exists. After an exception it is skipped, because it could wait for ranks that have no error
     # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
@@ -399,7 +400,7 @@ def run_spawned_rank(rank, world_size, args, init_method):
 
 
 def main():
-    """Train: as one rank if torchrun has started this process, otherwise start a rank per GPU.
+    """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks.
 
     What cannot work is refused in one line, with status 2.
     """
@@ -434,7 +435,7 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.
     try:
         with tempfile.TemporaryDirectory() as folder:
-            # The ranks meet through a file. Another job could take a port (pytorch/pytorch#126510).
+            # The ranks find each other by a file. A port could be taken (pytorch/pytorch#126510).
             mp.spawn(run_spawned_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
         os._exit(130)  # sys.exit() would wait for the ranks, which end when this process does.
@@ -464,9 +465,9 @@ def save_checkpoint(path, identity, net, optimizer, progress):
 def resume(path, identity, net, optimizer):
     """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
 
-    Without a file these are zeros. sums, float64 (1 + len(METRICS),), is on the CPU. Nothing in the
-    file is executed. Raises ValueError for a file that is damaged or of another job, and if the
-    ranks have unequal identities, because their data differ, or do not all find the file.
+    Without a file, all three are zero. sums is float64 (1 + len(METRICS),) on the CPU. No code in
+    the file is run. Raises ValueError if the file is damaged or of another job, if the ranks have
+    different identities, because their data differ, or if only some ranks find the file.
     """
     progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path and os.path.exists(path):
@@ -555,7 +556,7 @@ def gather_samples(layer, inputs):
 
 
 def sum_over_ranks(gradient):
-    """In the backward pass: add up the gradients of all ranks, whose losses the samples enter."""
+    """In the backward pass: add up the ranks' gradients, as each sample affects every loss."""
     gradient = gradient.clone()
     dist.all_reduce(gradient)  # RANKS MEET
     return gradient

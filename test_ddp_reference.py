@@ -5,12 +5,12 @@
 
 First come seven lessons: what data-parallel training needs and guarantees. Each compares what ranks
 do with an oracle: PyTorch's own sampler, one process that has the whole batch, or a loop in plain
-PyTorch. Then come the other guarantees, in the order of the chapters of ddp_reference.py, and the
-programs of the README.
+PyTorch. Then come the other guarantees, grouped by the chapters of ddp_reference.py (the lessons
+cover 7 and 8), and the programs of the README.
 
 To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. Then let
-ddp_reference.py ignore the option, and see the lesson fail. If a test fails in a rank, read on from
-the line "AssertionError".
+ddp_reference.py ignore the option, and see the lesson fail. (It compares nets only. What is printed
+is compared in Chapters 2 to 4.) If a test fails in a rank, read on from the line "AssertionError".
 """
 
 import contextlib
@@ -92,7 +92,9 @@ def add_up_integers(args, device):
 class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
-        print(run_job(GPUS or 2, train=add_up_integers)[0], end="")
+        # The default batch of 240 samples would not divide by seven GPUs.
+        options = f"--global-batch-size {GPUS or 2}"
+        print(run_job(GPUS or 2, options, train=add_up_integers)[0], end="")
 
     def test_pytorch_sees_the_gpus_of_this_machine(self):
         """Where it sees none of them, main() would refuse, but not because of this option."""
@@ -202,7 +204,8 @@ class Lesson2Experiments(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Helpers, which you may skip at first reading. From here on you need to know two of them.
+# Helpers, which you may skip at first reading. Lessons 3 to 6 need Ragged (uneven labels),
+# plain_net(), whole_batch(), share(), assert_close() and, most of all, run_job().
 # run_job(3, options) runs a whole job on three ranks, and returns what each rank printed.
 # run_job(3, train=function) has each of the ranks call function(args, device) in place of train().
 def be_rank(rank, world_size, port, options, edit, replacements):
@@ -352,9 +355,9 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 # ---- Lesson 3: a step (train_step)
 # Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
-# have unequal numbers of labels and compute their shares in micro-batches. DDP alone averages the
-# ranks' gradients, so that a label counts for more on a rank with few labels. To break it, replace
-# `dist.get_world_size()` by 1 in train_step(). Then the nets of two ranks differ from that of one.
+# have unequal numbers of labels and compute their shares in micro-batches. If each rank took the
+# mean over its own labels, DDP's average would count a label for more on a rank with few. To break
+# it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks differ from one.
 def compare_step(micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch."""
     x, y = whole_batch(Ragged(12))
@@ -611,7 +614,7 @@ def train(args, device):
 """
 
 
-class Chapter4Loop(TestCase):
+class Chapters2To4(TestCase):
     def test_what_would_train_wrongly_is_refused(self):
         """A net without its wrapper, items or batches of another form, impossible positions."""
         for mistake, words in re.findall(r"(.*?) +\| (.*)", MISTAKES):
@@ -760,7 +763,7 @@ def train(args, device):
 
 class Chapter6Checkpoints(TestCase):
     def test_what_a_rank_finds_ends_the_job_and_leaves_the_file(self):
-        """The message names the file or the option. No byte of the checkpoint has changed."""
+        """The message tells the cause. A checkpoint that was there keeps its bytes."""
         path = pathlib.Path("ck")
         run_job(1, f"{SMALL} --checkpoint ck")
         whole = path.read_bytes()
@@ -901,7 +904,7 @@ def start_long_programs():
 
 class TheProcesses(TestCase):
     def test_the_main_job_learns(self):
-        """bash run.sh trains as the README shows, and warns of nothing that it does itself."""
+        """The default job, on shorter signals, prints six epochs. The sampler does not warn."""
         *_, main_job = start_long_programs()
 
         out, err = finish(main_job)
@@ -912,8 +915,8 @@ class TheProcesses(TestCase):
         self.assertRegex(out, r"epoch 5 .* val_accuracy 0\.9")  # Guessing would have 0.333.
         assert "set_epoch" not in err  # The sampler warns of a second pass only.
 
-    def test_a_clock_is_wound_at_each_batch_and_stopped(self):
-        """It is wound before the first collective, at each batch, and stopped at the end."""
+    def test_the_watchdog_restarts_at_each_batch_and_is_stopped(self):
+        """It starts before train(), and is stopped at the end."""
         edit = """
 class faulthandler:
     def dump_traceback_later(seconds, exit):
@@ -924,7 +927,7 @@ class faulthandler:
 """
         printed, _ = run_job(2, f"{SMALL} --epochs 1 --num-samples 12", edit)
 
-        # At the start, at one batch of training, and at two or three of validation.
+        # On rank 0: at the start, at one batch of training, at three of validation (13 samples).
         self.assertRegex(printed, r"^wound 60.0 False\nddp.*\n(wound.*\n){4}epoch.*\nstopped\n$")
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
@@ -944,14 +947,16 @@ class faulthandler:
             finish(launcher, status)
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
-        """A rank hangs in a step, then one in evaluate(). The second restart ends the job."""
+        """A rank hangs in a step, then one in evaluate(). After two restarts the job ends well."""
         hanging, *_ = start_long_programs()
 
         out, err = finish(hanging)
 
-        times = ("0:00:05", "0:00:07.500000")  # watch() has rank 1 of 2 wait 2.5 s more.
+        times = ("0:00:05", "0:00:07.500000")  # restart_watchdog() has rank 1 wait longer.
         functions = ("learning_rate", "train_step", "evaluate", "evaluate_or_hang")
-        for stack, timeout, function in zip(err.split("Timeout (")[1:], times * 2, functions):
+        for stack, timeout, function in zip(
+            err.split("Timeout (")[1:], times * 2, functions, strict=True
+        ):
             self.assertRegex(stack, rf"^{timeout}\)!\n(?s:.*) in {function}\n")
         assert "listening on lo" in out
         assert "hanging at epoch 1/2, sample 24" in out
