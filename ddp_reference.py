@@ -224,14 +224,14 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         raise TypeError("train_step() needs DistributedDataParallel(net), which averages gradients")
     if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
         raise TypeError("a batch must be tensors (the last is y) with the sample as dimension 0")
-    num_samples = len(batch[-1])
-    size = micro_batch_size or num_samples
+    batch_size = len(batch[-1])
+    micro_size = micro_batch_size or batch_size
     total = 0
-    for start in range(0, num_samples, size):
+    for start in range(0, batch_size, micro_size):
         # Each rank adds up the gradients of its micro-batches, and DDP all-reduces them only in the
         # last backward pass. (DDP.no_sync() sets the same flag, which forward passes read.)
-        model.require_backward_grad_sync = start + size >= num_samples
-        micro_batch = [tensor[start : start + size] for tensor in batch]
+        model.require_backward_grad_sync = start + micro_size >= batch_size
+        micro_batch = [tensor[start : start + micro_size] for tensor in batch]
         sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
         # sums[1] is the loss. RANKS MEET in BatchNorm, and in the last micro-batch for gradients.
         sums[1].backward()
@@ -326,7 +326,7 @@ def train(args, device):
         train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
         train_set.epoch.fill_(epoch)  # for the random numbers of items (chapter 7)
         start_time = time.perf_counter()
-        read_before = samples_read
+        samples_at_start = samples_read
         model.train()
         for batch in watched(train_loader, args.timeout):
             for group in optimizer.param_groups:
@@ -344,7 +344,7 @@ def train(args, device):
                     print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named_means(sums)}")
 
         means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
-        speed = (samples_read - read_before) / (time.perf_counter() - start_time)
+        speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
         # RANKS MEET
         val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
         samples_read = 0
@@ -483,10 +483,10 @@ def resume(path, identity, net, optimizer):
             progress = checkpoint["progress"]
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (identity, progress[:2]))  # RANKS MEET before rank 0 writes.
-    if len(set(found)) > 1:
-        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {found}")
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (identity, progress[:2]))  # RANKS MEET before rank 0 writes.
+    if len(set(reports)) > 1:
+        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {reports}")
     return progress
 
 
