@@ -13,11 +13,11 @@ More ranks make a training faster, and change its result only by rounding, excep
 --local-bn and --micro-batch-size (see the README). A job that was killed goes on if it is started
 again with the same --checkpoint, on any number of ranks that divides the global batch.
 
-Some calls need every rank and are called collectives. An all-reduce gives each rank the sum of all
-ranks' tensors, an all-gather gives it all of them, and a broadcast gives it rank 0's. If one rank
-skips such a call, the others wait for it until the job is ended, or meet its next one instead.
-RANKS MEET marks each collective, and many calls that contain one. RANKS DIFFER marks where ranks
-begin to do different things.
+Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
+tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
+of one rank. If a rank skips a collective, the others wait for it until the job is ended, or their
+call is matched with its next collective, which mixes up their data. RANKS MEET marks collectives.
+RANKS DIFFER marks where ranks begin to do different things.
 
 Chapters 1 to 5 are the training. Chapters 6 to 9 are its helpers: read one when you meet its call.
 """
@@ -110,9 +110,10 @@ def learning_rate(args, epochs_done):
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    An item is a tuple of tensors, of which the last is y. Reading an item may draw random numbers,
-    but only from the global generators of PyTorch, NumPy and Python, which are seeded before each
-    item. Before this call all ranks seed them alike, so that they make the same net.
+    An item is a tuple of tensors, of which the last is y. Random numbers of an item must come from
+    the global generators of PyTorch, NumPy and Python, which are seeded before each item, or from a
+    generator that is seeded by the index, as in SyntheticDataset. Before this call all ranks seed
+    the global ones alike, so that they make the same net.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
@@ -238,8 +239,9 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # The loss is a sum over labels, whose gradients DDP has averaged over the ranks. So multiply by
-    # the world size and divide by the number of labels, if any (huggingface/transformers#34242).
+    # The loss is a sum over labels, and DDP has averaged its gradients over the ranks. To get the
+    # gradient of the mean, multiply by the world size and divide by the number of labels, or by 1
+    # if there are none (huggingface/transformers#34242).
     factor = dist.get_world_size() / total[0].clamp(min=1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
@@ -314,7 +316,8 @@ def train(args, device):
     first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    # Only evaluate() broadcasts buffers, not each step. DDP's argument is deprecated since 2.13.
+    # From here on only evaluate() broadcasts buffers, and not each step. This sets the attribute,
+    # because DDP's argument of that name is deprecated since 2.13.
     model.broadcast_buffers = False
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
@@ -466,8 +469,8 @@ def resume(path, identity, net, optimizer):
     """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
 
     Without a file, all three are zero. sums is float64 (1 + len(METRICS),) on the CPU. No code in
-    the file is run. Raises ValueError if the file is damaged or of another job, if the ranks have
-    different identities, because their data differ, or if only some ranks find the file.
+    the file is run. Raises ValueError in three cases: the file is damaged or of another job, the
+    ranks have different data, or they do not all find a checkpoint with the same progress.
     """
     progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path and os.path.exists(path):
@@ -556,7 +559,7 @@ def gather_samples(layer, inputs):
 
 
 def sum_over_ranks(gradient):
-    """In the backward pass: add up the ranks' gradients, as each sample affects every loss."""
+    """In the backward pass: add up the gradients, as each sample affects every rank's loss."""
     gradient = gradient.clone()
     dist.all_reduce(gradient)  # RANKS MEET
     return gradient
