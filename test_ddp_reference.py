@@ -897,7 +897,7 @@ def start_long_programs():
     for name, text in PROGRAMS.items():
         pathlib.Path(name).write_text(text)
     torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=2"
-    job = f"hanging.py {SMALL} --timeout 5 --checkpoint hanging --checkpoint-every 1"
+    job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
     hanging = start(f"-m torch.distributed.run {torchrun} {job}")
     return hanging, start("failing.py"), start("-m ddp_reference --length 300")
 
@@ -952,7 +952,7 @@ class faulthandler:
 
         out, err = finish(hanging)
 
-        times = ("0:00:05", "0:00:07.500000")  # restart_watchdog() has rank 1 wait longer.
+        times = ("0:00:08", "0:00:10.500000")  # restart_watchdog() has rank 1 wait longer.
         functions = ("learning_rate", "train_step", "evaluate", "evaluate_or_hang")
         for stack, timeout, function in zip(
             err.split("Timeout (")[1:], times * 2, functions, strict=True
