@@ -6,7 +6,7 @@
 First come seven lessons: what data-parallel training needs and guarantees. Each compares what ranks
 do with an oracle: PyTorch's own sampler, one process that has the whole batch, or a loop in plain
 PyTorch. Then come the other guarantees, grouped by the chapters of ddp_reference.py (the lessons
-cover 7 and 8), and the programs of the README.
+cover 7 and 8), and between them the programs of the README.
 
 To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. Then let
 ddp_reference.py ignore the option, and see the lesson fail. (It compares nets only. What is printed
@@ -94,26 +94,25 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# Everything rests on one fact. Let each of W ranks read every W-th position of an order, in batches
-# of B / W. Then the k-th batches of all ranks are together the positions kB to kB + B - 1, whatever
-# W is. In other words: reading one index of each rank in turn gives the order back. To break it,
-# leave out `+ self.rank` in DistributedSampler. Then every rank reads the samples of rank 0, and
-# the first test prints which samples two ranks have read.
+# Everything rests on one fact. Let rank r of W read the positions r, r + W, r + 2W and so on of an
+# order, in batches of B / W. Then the k-th batches of all ranks are together the positions kB to
+# kB + B - 1, whatever W is. The first test puts what each rank has read back at its positions, and
+# must get the order. To break it, leave out `+ self.rank` in DistributedSampler. Then every rank
+# reads the samples of rank 0, and the test prints what two ranks have read.
 class Lesson1Sampler(TestCase):
     def test_the_ranks_read_one_order_in_turn(self):
         """This holds on any number of ranks, and after any stop."""
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
         for world_size, samples_read in itertools.product((1, 2, 3, 4, 6, 12), (0, 12)):
-            read = order[:samples_read]
-            rest = [None] * (24 - samples_read)
+            read = [None] * (24 - samples_read)
             for rank in range(world_size):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
                 sampler.set_epoch(0, samples_read)
-                rest[rank::world_size] = sampler
-                assert len(sampler) == len(rest) / world_size
+                read[rank::world_size] = sampler
+                assert len(sampler) == len(read) / world_size
 
-            assert read + rest == order, f"{world_size} ranks have read {read}, then {rest}"
+            assert read == order[samples_read:], f"{world_size} ranks have read {read}"
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
         """Ours takes PyTorch's place: the same arguments, indices and attributes."""
