@@ -84,9 +84,7 @@ def add_up_integers(args, device):
         wrong = (total != expected).sum().item()
         seconds = time.perf_counter() - began
         assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
-    print(
-        f"{world_size} ranks added up and checked 64 MB in {seconds:.3f} s by {dist.get_backend()}"
-    )
+    print(f"{world_size} ranks added and checked 64 MB in {seconds:.3f} s by {dist.get_backend()}")
 
 
 class Lesson0Machine(TestCase):
@@ -200,8 +198,8 @@ class Lesson2Experiments(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Helpers. These lines are all that Lessons 3 to 6 need. run_job(3, options) runs a whole job on
-# three ranks, and returns what each has printed. With train=function, each rank calls
+# Helpers. For Lessons 3 to 6 it is enough to read these lines. run_job(3, options) runs a whole job
+# on three ranks, and returns what each has printed. With train=function, each rank calls
 # function(args, device) in place of train(). With edit, each first executes this text in
 # ddp_reference. A function in the text takes the place of the old one, and can still call it, as in
 # `def f(x, old=f)`.
