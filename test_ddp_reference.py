@@ -7,12 +7,7 @@ First come seven lessons: what data-parallel training needs and guarantees. Each
 do with something simpler, such as PyTorch's sampler or one process that has the whole batch. "To
 break it" names a line to change: change it, run `bash run.sh test -k Lesson3`, and undo it. Then
 come the other guarantees, by the chapters of ddp_reference.py (the lessons cover 7 and 8), and the
-programs of the README.
-
-To test a new option of training, add it to OPTIONS in Lesson 6 and to plain_loop() there. Then let
-ddp_reference.py ignore the option, and see the lesson fail. (It compares nets only. What is printed
-is compared in Chapters 2 to 4, and what main() refuses stands in COMMAND_LINES.) If a test fails in
-a rank, read on from the line "AssertionError".
+programs of the README. If a test fails in a rank, read on from the line "AssertionError".
 """
 
 import contextlib
@@ -69,8 +64,10 @@ def setUpModule():
 
 # ---- Lesson 0: the machine (torch.distributed)
 # As many ranks as there are GPUs, or two on the CPU, add up integers. Their sums are exact. So a
-# broken link between GPUs is seen here, and not as a loss that is slightly wrong. To break it,
-# leave out `dist.all_reduce(total)` below. Then each rank has only its own numbers.
+# broken link between GPUs is seen here, and not as a loss that is slightly wrong. run_job() starts
+# the ranks, and each calls add_up_integers() in place of train(). To break it, leave out
+# `dist.all_reduce(total)` below. Then each rank has only its own numbers. (A single GPU has nothing
+# to add up. There put CUDA_VISIBLE_DEVICES= before the command, for two ranks on the CPU.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -90,20 +87,21 @@ def add_up_integers(args, device):
 class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
-        # 240 samples, the default, would not divide by seven. [0] is what rank 0 has printed.
+        # On seven GPUs main() would refuse the default, 240. [0] is what rank 0 has printed.
         options = f"--global-batch-size {GPUS or 2}"
         print(run_job(GPUS or 2, options, train=add_up_integers)[0], end="")
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# Everything rests on one fact. Let rank r of W read the positions r, r + W, r + 2W and so on of an
-# order, in batches of B / W. Then the k-th batches of all ranks are together the positions kB to
-# kB + B - 1, for every W that divides B. The first test writes the samples of each rank at that
-# rank's positions, which must give the order. To break it, leave out `+ self.rank` in
-# DistributedSampler. Then all ranks read the samples of rank 0, as the message shows for two.
+# Everything rests on one fact. Let W ranks make batches of B / W samples, where B is the global
+# batch size, and let rank r read the positions r, r + W, r + 2W and so on of one order. Then the
+# k-th batches of all ranks are together the positions kB to kB + B - 1, for every W that divides B.
+# The first test writes what rank r reads to the positions r, r + W, ... of a list, which must
+# become the order. To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read
+# the samples of rank 0, as the message shows for two.
 class Lesson1Sampler(TestCase):
     def test_the_ranks_read_one_order_in_turn(self):
-        """This holds on any number of ranks, and after a stop."""
+        """This holds on any number of ranks that divides the batch, here 12, and after a stop."""
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
         for world_size, samples_read in product((1, 2, 3, 4, 6, 12), (0, 12)):
@@ -118,7 +116,7 @@ class Lesson1Sampler(TestCase):
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
         """Ours takes PyTorch's place: the same arguments, indices and attributes."""
-        # 70000 samples, because our permutation is of int32, and PyTorch's of int64.
+        # Our permutation is of int32 and PyTorch's of int64, which must agree above 2**16, too.
         for num_samples, num_replicas, shuffle, drop_last in product(
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
         ):
@@ -134,9 +132,10 @@ class Lesson1Sampler(TestCase):
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# Two ranks read batches of 4 with a DataLoader, whose drop_last it is, for two epochs. The README
-# tells what each experiment teaches. To break it, leave out `% len(order)` in DistributedSampler.
-# Then experiment 5, in which a sample is read twice, ends with an IndexError.
+# Two ranks read batches of 4 for two epochs. set_epoch is called only where the title says so, and
+# drop_last is an option of the DataLoader, not of the sampler. The README has the answers. To break
+# it, leave out `% len(order)` in DistributedSampler. Then experiment 5, in which a sample is read
+# twice, ends with an IndexError.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -198,11 +197,13 @@ class Lesson2Experiments(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Helpers. For Lessons 3 to 6 it is enough to read these lines. run_job(3, options) runs a whole job
-# on three ranks, and returns what each has printed. With train=function, each rank calls
-# function(args, device) in place of train(). With edit, each first executes this text in
-# ddp_reference. A function in the text takes the place of the old one, and can still call it, as in
-# `def f(x, old=f)`.
+# Helpers. It is enough to read these lines. run_job(3, options) runs a job on three ranks, and
+# returns what each has printed. With train=function, each rank calls function(args, device) in
+# place of train(). With edit, each first executes this text in ddp_reference. A function in the
+# text takes the place of the old one, and can still call it, as in `def f(x, old=f)`.
+# net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job that is stopped on
+# four ranks after half an epoch, and goes on with two. The samples of Ragged have unequally many
+# labels, and plain_net() has no BatchNorm.
 def be_rank(rank, world_size, port, options, edit, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method("fork", force=True)  # So loader workers start fast.
@@ -239,9 +240,9 @@ def run_job(world_size, options="", edit="", **replacements):
     """Run a job on so many ranks: return what each rank printed.
 
     edit: Python code that each rank executes in the module ddp_reference before the job.
-    replacements: then make_task=make_own_task puts make_own_task, which stands at the top level of
-    a file, in the place of ddp_reference.make_task. If a rank raises, as by an assertion, the
-    others are ended, and this function raises mp.ProcessRaisedException.
+    replacements: after the edit, make_task=f puts f in the place of ddp_reference.make_task. A
+    function must stand at the top level of a file, because it is pickled. If a rank raises, as by
+    an assertion, the others are ended, and this function raises mp.ProcessRaisedException.
     """
     # The ranks are forked from a process that has imported what takes long. torch._dynamo is what
     # the first optimizer of a process would import.
@@ -272,7 +273,7 @@ def stop_at(stop_after, args, epochs_done):
 
 
 def net_after(options, runs, **replacements):
-    """Run a job with warm_up(), in runs of which each resumes the last one: return its net."""
+    """Run a job with warm_up(), in runs that each resume the one before: return the last net."""
     path = f"{tempfile.mkdtemp(dir='.')}/ck"
     for run in runs:
         replacements["learning_rate"] = partial(stop_at, run.stop_after)
@@ -325,13 +326,6 @@ def plain_net():
     return net
 
 
-def make_plain_task(args, device):
-    """Return a task with uneven labels, whose net is the same in training and in evaluation."""
-    net = plain_net().to(device)
-    optimizer = torch.optim.Adam(net.parameters())
-    return Ragged(48), Ragged(25), net, optimizer
-
-
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four steps an epoch
 
 
@@ -366,7 +360,7 @@ class Lesson3Step(TestCase):
             run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
 
     def test_a_batch_without_labels_leaves_the_net_finite(self):
-        """The mean loss is then 0, not 0 / 0. A checkpoint with numbers like that is refused."""
+        """Its gradient is 0, not 0 / 0, which would make save_checkpoint() refuse the net."""
         edit = """
 def batch_sums(output, y, *others, old=batch_sums):
     return old(output, torch.full_like(y, -100), *others)
@@ -397,7 +391,7 @@ def compare_evaluation(num_samples, args, device):
     expected = loss_and_accuracy(net_with_batch_norm(), Ragged(num_samples))
 
     net = net_with_batch_norm().to(device)
-    net[0].running_mean += dist.get_rank()  # Ranks differ, as after --local-bn. Rank 0 counts.
+    net[0].running_mean += dist.get_rank()  # Ranks differ, as after --local-bn. Rank 0's is used.
     batches = DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples)))
     sums = ddp.evaluate(net, batches)
 
@@ -418,14 +412,15 @@ class Lesson4Evaluation(TestCase):
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. After
 # convert_batch_norm() it sees those of all ranks, so that Lesson 3 holds for such a net, too. To
 # break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
-# one process. (On GPUs nn.SyncBatchNorm takes its place, so that the test still passes.)
+# one process, because no rank knows how its samples change the losses of the others. (GPUs use
+# nn.SyncBatchNorm instead. There put CUDA_VISIBLE_DEVICES= before the command.)
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and statistics are equal, on any number of ranks."""
         for world_size in range(1, 5):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
-    @unittest.skipIf(GPUS, "There the layers become PyTorch's nn.SyncBatchNorm.")
+    @unittest.skipIf(GPUS, "On GPUs the layers become nn.SyncBatchNorm.")
     def test_all_variants_of_the_layer_are_converted(self):
         """They need not have weights, a momentum or statistics."""
         for options in ({"affine": False}, {"momentum": None}, {"track_running_stats": False}):
@@ -433,12 +428,12 @@ class Lesson5BatchNorm(TestCase):
             run_job(3, train=partial(compare_step, net, None))
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """As in the sixth experiment. Two ranks have two values together, one each if local."""
-        batch_of = f"{SMALL} --length 1 --global-batch-size"
-        run_job(2, f"{batch_of} 2")
+        """BatchNorm needs two values. One on each of two ranks will do, but not if it is local."""
+        small = f"{SMALL} --length 1 --global-batch-size"
+        run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
             with self.assertRaisesRegex(mp.ProcessRaisedException, "more than 1 value per channel"):
-                run_job(world_size, f"{batch_of} {options}")
+                run_job(world_size, f"{small} {options}")
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
@@ -446,6 +441,10 @@ class Lesson5BatchNorm(TestCase):
 # in plain PyTorch: on any number of ranks, in micro-batches, with loader workers, and if it is
 # stopped and goes on with another number of ranks. To break it, leave out
 # `optimizer.load_state_dict` in resume(). Then the job that was stopped ends with another net.
+#
+# To test a new option of training, add it to OPTIONS and to plain_loop(). Then let ddp_reference.py
+# ignore it, and see the lesson fail. (The lesson compares nets. What is printed is compared in
+# Chapters 2 to 4, and what main() refuses stands in COMMAND_LINES.)
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 43  # The last 7 do not fill a global batch of 12.
 
@@ -459,7 +458,7 @@ class Augmented(Ragged):
 
 
 def make_augmented_task(args, device):
-    """Return a task. Its net has BatchNorm, but not with micro-batches, which would change it."""
+    """Return a task. Its net has BatchNorm, but not with micro-batches: it would see only one."""
     net = plain_net() if args.micro_batch_size else ddp.ConvNet()
     optimizer = torch.optim.SGD(net.to(device).parameters(), momentum=0.9, weight_decay=0.1)
     return Augmented(NUM_SAMPLES), Ragged(10), net, optimizer
@@ -580,6 +579,13 @@ def train(args, device):
 """
 
 
+def make_plain_task(args, device):
+    """Return a task with uneven labels, whose net is the same in training and in evaluation."""
+    net = plain_net().to(device)
+    optimizer = torch.optim.Adam(net.parameters())
+    return Ragged(48), Ragged(25), net, optimizer
+
+
 class Chapters2To4(TestCase):
     def test_what_would_train_wrongly_is_refused(self):
         """A net without its wrapper, items or batches of another form, impossible positions."""
@@ -627,8 +633,8 @@ def batch_sums(output, y, *others, old=batch_sums):
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         """This holds after a stop, too. Only rank 0 prints."""
-        # With a learning rate of 0 the net stays what it is, and its numbers are known. By no/.. a
-        # path is seen to be resolved.
+        # With a learning rate of 0 the net stays what it is, and its numbers are known. There is no
+        # folder `no`, so the path of the checkpoint works only because main() resolves it.
         means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
         val_numbers = loss_and_accuracy(plain_net(), Ragged(25))
         all_means = means + " | val_loss {:.4f} val_accuracy {:.4f}".format(*val_numbers)
@@ -865,7 +871,7 @@ class ReadmePrograms(TestCase):
                 run_job(1, options, edit)
 
 
-# ---- Chapters 5 and 9: the processes
+# ---- Chapters 5 and 9: the processes (the class has a name by which unittest runs it last)
 PROGRAMS = {
     "failing.py": """
 import atexit, os, signal
@@ -962,7 +968,7 @@ def start_long_programs():
     job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
     return {
         "hanging": start(f"-m torch.distributed.run {torchrun} {job}"),
-        # PyTorch sends the rank SIGINT when its launcher ends, which is not to be what ends it.
+        # PyTorch sends a rank SIGINT when its launcher ends. Here this is ignored.
         "orphan": start("orphan.py --nproc-per-node 1", signal.SIG_IGN),
         "failing": start("failing.py"),
         "main job": start("-m ddp_reference"),
