@@ -95,10 +95,11 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Everything rests on one fact. Let W ranks make batches of B / W samples, where B is the global
 # batch size, and let rank r read the positions r, r + W, r + 2W and so on of one order. Then the
-# k-th batches of all ranks are together the positions kB to kB + B - 1, for every W that divides B.
-# The first test writes what rank r reads to the positions r, r + W, ... of a list, which must
+# k-th batches of all ranks, from k = 0, are together the positions kB to kB + B - 1, for every W
+# that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6. Rank 1 reads 1, 3 and then
+# 5, 7. The first test writes what rank r reads to the positions r, r + W, ... of a list, which must
 # become the order. To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read
-# the samples of rank 0, as the message shows for two.
+# the samples of rank 0. With two ranks the message shows each of them twice.
 class Lesson1Sampler(TestCase):
     def test_the_ranks_read_one_order_in_turn(self):
         """This holds on any number of ranks that divides the batch, here 12, and after a stop."""
@@ -128,14 +129,14 @@ class Lesson1Sampler(TestCase):
 
                 assert list(ours) == list(torchs), f"the indices differ for {arguments}"
                 # Ours has the attributes of PyTorch's, and others: <= is the relation of subsets.
-                assert vars(torchs).items() <= vars(ours).items(), f"{vars(torchs)} {vars(ours)}"
+                assert vars(torchs).items() <= vars(ours).items(), f"{vars(ours)} lack an attribute"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # Two ranks read batches of 4 for two epochs. set_epoch is called only where the title says so, and
-# drop_last is an option of the DataLoader, not of the sampler. The README has the answers. To break
-# it, leave out `% len(order)` in DistributedSampler. Then experiment 5, in which a sample is read
-# twice, ends with an IndexError.
+# drop_last is an option of the DataLoader, not of the sampler. Explain each result, and then look
+# up the answers in the README. To break it, leave out `% len(order)` in DistributedSampler. Then
+# experiment 5, in which a sample is read twice, ends with an IndexError.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -200,7 +201,8 @@ class Lesson2Experiments(TestCase):
 # Helpers. It is enough to read these lines. run_job(3, options) runs a job on three ranks, and
 # returns what each has printed. With train=function, each rank calls function(args, device) in
 # place of train(). With edit, each first executes this text in ddp_reference. A function in the
-# text takes the place of the old one, and can still call it, as in `def f(x, old=f)`.
+# text takes the place of the old one, and can still call it, as in `def f(x, *others, old=f)`,
+# where others are arguments that your copy may have added.
 # net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job that is stopped on
 # four ranks after half an epoch, and goes on with two. The samples of Ragged have unequally many
 # labels, and plain_net() has no BatchNorm.
@@ -212,7 +214,7 @@ def be_rank(rank, world_size, port, options, edit, replacements):
     os.environ |= {
         "RANK": f"{rank}",
         "WORLD_SIZE": f"{world_size}",
-        "LOCAL_RANK": f"{world_size - 1 - rank}",  # It differs from RANK, as on a second machine.
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that it is not taken for RANK.
         "LOCAL_WORLD_SIZE": f"{world_size}",
         # The ranks find each other by a store of the process that has started them.
         "MASTER_ADDR": "localhost",
@@ -299,7 +301,7 @@ def whole_batch(dataset):
 
 
 def share(sequence):
-    """On a rank: return its share of a sequence that all ranks have, which is every W-th item."""
+    """On a rank: return its share, every world_size-th item, of a sequence that all ranks have."""
     return sequence[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -428,7 +430,7 @@ class Lesson5BatchNorm(TestCase):
             run_job(3, train=partial(compare_step, net, None))
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """BatchNorm needs two values. One on each of two ranks will do, but not if it is local."""
+        """Two ranks with one value each have two together. With --local-bn each has only one."""
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -439,8 +441,9 @@ class Lesson5BatchNorm(TestCase):
 # ---- Lesson 6: the number of ranks, and stops (train)
 # A job with augmentation, a warm-up, clipping and uneven labels ends with the parameters of a loop
 # in plain PyTorch: on any number of ranks, in micro-batches, with loader workers, and if it is
-# stopped and goes on with another number of ranks. To break it, leave out
-# `optimizer.load_state_dict` in resume(). Then the job that was stopped ends with another net.
+# stopped and goes on with another number of ranks. To break it, leave out the line
+# `optimizer.load_state_dict(...)` in resume(). Then the momentum is lost, and the job that was
+# stopped ends with another net.
 #
 # To test a new option of training, add it to OPTIONS and to plain_loop(). Then let ddp_reference.py
 # ignore it, and see the lesson fail. (The lesson compares nets. What is printed is compared in
@@ -458,14 +461,17 @@ class Augmented(Ragged):
 
 
 def make_augmented_task(args, device):
-    """Return a task. Its net has BatchNorm, but not with micro-batches: it would see only one."""
+    """Return a task. In micro-batches its net lacks BatchNorm, which would see one at a time."""
     net = plain_net() if args.micro_batch_size else ddp.ConvNet()
     optimizer = torch.optim.SGD(net.to(device).parameters(), momentum=0.9, weight_decay=0.1)
     return Augmented(NUM_SAMPLES), Ragged(10), net, optimizer
 
 
 def plain_loop(args, device):
-    """In place of train(), on one rank: do in plain PyTorch what a job with OPTIONS must do."""
+    """In place of train(), on one rank: do in plain PyTorch what a job with OPTIONS must do.
+
+    Only the seeding is ours, because otherwise the random numbers could not be the same.
+    """
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(args, device)
     sampler = TorchSampler(train_set, seed=args.seed)
@@ -501,8 +507,9 @@ class Lesson6NumberOfRanks(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Above is what data-parallel training guarantees. Below are the chapters, each with its mistakes.
-# Many tests edit ddp_reference.py as you may edit your copy, by run_job(2, options, edit).
+# Above is what data-parallel training guarantees. Below are the other guarantees, by chapters: what
+# is refused, printed and saved, and how the processes end. Many tests edit ddp_reference.py as you
+# may edit your copy, by run_job(2, options, edit).
 
 # ---- Chapter 1: the options
 COMMAND_LINES = """
@@ -572,8 +579,8 @@ DistributedSampler(range(8), 2, 0).set_epoch(0, 3)     | samples_read=3 is not a
 
 MAKE_MISTAKE = """
 def train(args, device):
-    net, val_set = ConvNet().to(device), SyntheticDataset(4, 8, seed=0)
-    x, y = next(iter(DataLoader(val_set, 4)))
+    net, dataset = ConvNet().to(device), SyntheticDataset(4, 8, seed=0)
+    x, y = next(iter(DataLoader(dataset, 4)))
     model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters())
     {}
 """
@@ -588,7 +595,7 @@ def make_plain_task(args, device):
 
 class Chapters2To4(TestCase):
     def test_what_would_train_wrongly_is_refused(self):
-        """A net without its wrapper, items or batches of another form, impossible positions."""
+        """DDP's wrapper is missing, a batch has another form, or a rank or a stop is impossible."""
         for mistake, words in re.findall(r"(.*?) +\| (.*)", MISTAKES):
             with self.assertRaisesRegex(mp.ProcessRaisedException, words, msg=mistake):
                 run_job(1, "", MAKE_MISTAKE.format(mistake))
@@ -602,8 +609,8 @@ def train(args, device, old=train):
     print([event.name for event in profile.events()])
 """
         options = "--epochs 1 --micro-batch-size 2 --num-workers 1 --clip-grad-norm 1"
-        # 43 samples are 7 steps of 6, or 3 of 12. A worker reads them, because reading calls
-        # .item(). So does Adam on a CPU, hence this task, which has SGD.
+        # 43 samples are 7 steps of 6, or 3 of 12. Reading items calls .item(), so a worker does it.
+        # Adam on a CPU calls it, too, so the task is one with SGD.
         run = partial(run_job, 2, edit=edit, make_task=make_augmented_task)
         of_7_steps, _ = run(f"{options} --global-batch-size 6")
         of_3_steps, _ = run(f"{options} --global-batch-size 12")
