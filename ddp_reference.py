@@ -160,9 +160,9 @@ class DistributedSampler(Sampler):
     Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. Every
     rank draws the same permutation from seed + epoch, so no rank has to ask another. Rank r reads
     its positions r, r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches
-    of all ranks are together the positions kB to kB + B - 1: on any number of ranks a step has the
-    same samples. If W does not divide the dataset, the first samples are repeated at the end; with
-    drop_last the last ones are left out. Raises ValueError for a rank that is not one of W.
+    of all ranks are together the positions k*B to k*B + B - 1: on any number of ranks a step has
+    the same samples. If W does not divide the dataset, the first samples are repeated at the end;
+    with drop_last the last ones are left out. Raises ValueError for a rank that is not one of W.
     """
 
     def __init__(

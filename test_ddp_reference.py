@@ -95,7 +95,7 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Everything rests on one fact. Let W ranks make batches of B / W samples, where B is the global
 # batch size, and let rank r read the positions r, r + W, r + 2W and so on of one order. Then the
-# k-th batches of all ranks, from k = 0, are together the positions kB to kB + B - 1, for every W
+# k-th batches of all ranks, from k = 0, are together the positions k*B to k*B + B - 1, for every W
 # that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6. Rank 1 reads 1, 3 and then
 # 5, 7. The first test writes what rank r reads to the positions r, r + W, ... of a list, which must
 # become the order. To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read
