@@ -23,11 +23,9 @@ RANKS DIFFER marks where ranks begin to do different things.
 Chapters 1 to 5 are the training. Chapters 6 to 9 are its helpers: read one when you meet its call.
 """
 
-import argparse
 import ctypes
 import faulthandler
 import fcntl
-import functools
 import os
 import random
 import signal
@@ -36,7 +34,9 @@ import tempfile
 import time
 import warnings
 import zipfile
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -131,9 +131,8 @@ def positive_int(text):
 
 def parse_args():
     """Return (args, refuse). refuse(message) prints one line and ends the program with status 2."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=formatter)
-    add = functools.partial(parser.add_argument, type=positive_int)  # unless another type is given
+    parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
+    add = partial(parser.add_argument, type=positive_int)  # unless another type is given
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
     add("--num-workers", type=int, default=0, help="processes with which each loader reads")
     add("--epochs", default=6, help="passes over the training data")
@@ -434,6 +433,9 @@ def main():
         args.checkpoint = path  # A symbolic link stays one, because the file that it names is used.
 
     if under_torchrun:
+        # Loader workers are spawned, as below mp.spawn(), because forked ones may hang: their rank
+        # has threads (see the documentation of DistributedDataParallel).
+        mp.set_start_method("spawn")
         return run_rank(args)
     threads = torch.get_num_threads() // world_size or 1
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.

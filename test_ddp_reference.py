@@ -208,7 +208,7 @@ class Lesson2Experiments(TestCase):
 # labels, and plain_net() has no BatchNorm.
 def be_rank(rank, world_size, port, options, edit, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
-    mp.set_start_method("fork", force=True)  # So loader workers start fast.
+    mp.set_start_method(None, force=True)  # It is not set where torchrun starts a process.
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # TF32 rounds more than a CPU.
     os.environ |= {
@@ -260,6 +260,7 @@ class Run(NamedTuple):
 
     ranks: int
     stop_after: float = float("inf")
+    num_workers: int = 0
 
 
 def warm_up(args, epochs_done):
@@ -279,7 +280,8 @@ def net_after(options, runs, **replacements):
     path = f"{tempfile.mkdtemp(dir='.')}/ck"
     for run in runs:
         replacements["learning_rate"] = partial(stop_at, run.stop_after)
-        run_job(run.ranks, f"{options} --checkpoint {path} --checkpoint-every 1", **replacements)
+        others = f"--num-workers {run.num_workers} --checkpoint {path} --checkpoint-every 1"
+        run_job(run.ranks, f"{options} {others}", **replacements)
     return torch.load(path, map_location="cpu")["net"]
 
 
@@ -498,10 +500,10 @@ class Lesson6NumberOfRanks(TestCase):
         """This holds on any number of ranks, and if the job is stopped and goes on."""
         # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2.
         stopped = [Run(4, stop_after=0.5), Run(3, stop_after=1.2), Run(2)]
-        for option in ("--micro-batch-size 2", "--num-workers 2"):
+        for option in ("", "--micro-batch-size 2"):
             options = f"{OPTIONS} {option}"
             expected = net_after(options, [Run(1)], train=plain_loop)
-            for runs in (stopped, [Run(1)], [Run(2)], [Run(3)], [Run(4)]):
+            for runs in (stopped, [Run(1)], [Run(2, num_workers=1)], [Run(3)], [Run(4)]):
                 net = net_after(options, runs, make_task=make_augmented_task)
                 assert_close(net, expected, f"the net of a job {options} with the runs {runs}")
 
@@ -609,12 +611,12 @@ def train(args, device, old=train):
         old(args, device)
     print([event.name for event in profile.events()])
 """
-        options = "--epochs 1 --micro-batch-size 2 --num-workers 1 --clip-grad-norm 1"
-        # 43 samples are 7 steps of 6, or 3 of 12. Reading items calls .item(), so a worker does it.
-        # Adam on a CPU calls it, too, so the task is one with SGD.
+        options = "--epochs 1 --micro-batch-size 2 --clip-grad-norm 1"
+        # Reading an item calls .item(), but both jobs read 42 samples: in 7 steps of 6, or in 3 of
+        # 14. Adam on a CPU calls it, too, so the task is one with SGD.
         run = partial(run_job, 2, edit=edit, make_task=make_augmented_task)
         of_7_steps, _ = run(f"{options} --global-batch-size 6")
-        of_3_steps, _ = run(f"{options} --global-batch-size 12")
+        of_3_steps, _ = run(f"{options} --global-batch-size 14")
 
         # The longer job has four more steps, so the difference is what four steps call.
         for operator, calls_of_4_steps in (("c10d::", 8), ("aten::item", 0)):
@@ -628,9 +630,13 @@ def batch_sums(output, y, *others, old=batch_sums):
     if output.requires_grad:  # In training, draw a number as dropout would.
         print(output.dtype, "drawn", torch.rand(1, device=y.device).item())
     return old(output, y, *others)
+
+def get_item(self, index):  # Without seeding, as where a loader worker reads the item.
+    return self.dataset[index]
+
+SeededItems.__getitem__ = get_item
 """
-        # A worker reads the items, because reading seeds the generators of its process.
-        options = f"{SMALL} --micro-batch-size 3 --num-workers 1 --amp"
+        options = f"{SMALL} --micro-batch-size 3 --amp"
         options += " --checkpoint drawn --checkpoint-every 1"
         ranks = run_job(2, options, edit, learning_rate=partial(stop_at, 1.3))
         ranks += run_job(2, options, edit)
@@ -903,7 +909,7 @@ rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 def learning_rate(args, epochs_done):
     if epochs_done > 1.3 and (rank, restarts) == ("0", "0"):
-        print("listening on", os.environ["GLOO_SOCKET_IFNAME"])
+        print("gloo on", os.environ["GLOO_SOCKET_IFNAME"], "workers by", ddp.mp.get_start_method())
         signal.pause()
     return args.lr
 
@@ -1034,7 +1040,7 @@ class faulthandler:
         self.assertEqual(times, ["0:00:08", "0:00:10.500000"] * 2)  # Rank 1 waits longer.
         for function in ("learning_rate", "train_step", "evaluate", "evaluate_or_hang"):
             assert f" in {function}\n" in err, err
-        assert "listening on lo" in out
+        assert "gloo on lo workers by spawn\n" in out, out  # A forked worker may hang.
         assert "hanging at epoch 1/2, sample 24" in out
 
     def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
