@@ -240,9 +240,9 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     dist.all_reduce(total)  # RANKS MEET
 
     # The loss is a sum over labels, and DDP has averaged its gradients over the ranks. To get the
-    # gradient of the mean, multiply by the world size and divide by the number of labels, or by 1
-    # if there are none (huggingface/transformers#34242).
-    factor = dist.get_world_size() / total[0].clamp(min=1)
+    # gradient of the mean, multiply by the world size and divide by the number of labels
+    # (huggingface/transformers#34242). If there are none, the gradient is 0, and stays 0.
+    factor = dist.get_world_size() / total[0].clamp(min=1e-9)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
     if clip_grad_norm:
