@@ -6,7 +6,7 @@
 Several processes run this file. Each has a number from 0, its rank; the number of processes is the
 world size. Every rank holds a copy of the net. In each step the ranks share one global batch of
 samples: each rank computes the gradient of its own share, and DistributedDataParallel (DDP)
-averages the gradients over the ranks. Then all ranks make the same optimizer step, so their copies
+averages the gradients over the ranks. Then all ranks take the same optimizer step, so their copies
 stay equal.
 
 More ranks make a training faster, and change its result only by rounding. The exceptions are
@@ -214,7 +214,7 @@ def forward(model, batch, amp):
 
 
 def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0, amp=False):
-    """Make one optimizer step from this rank's share of the global batch.
+    """Take one optimizer step from this rank's share of the global batch.
 
     The gradient is that of the mean loss over all labels of the global batch. To save memory, the
     share is computed in micro-batches. Every rank must have equally many samples. Returns the
