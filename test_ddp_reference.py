@@ -643,11 +643,13 @@ def train(args, device, old=train):
             assert calls == calls_of_4_steps, f"four steps call {operator} {calls} times"
 
     def test_ranks_steps_and_micro_batches_draw_their_own_numbers(self):
-        """Dropout masks differ, also after a stop. Under --amp the logits are bfloat16."""
+        """Dropout masks differ, also after a stop. With --amp all logits are bfloat16."""
         edit = """
 def batch_sums(output, y, *others, old=batch_sums):
+    assert output.dtype == torch.bfloat16, "--amp is ignored"
     if output.requires_grad:  # In training, draw a number as dropout would.
-        print(output.dtype, "drawn", torch.rand(1, device=y.device).item())
+        assert torch.randint(2**16, ()) != np.random.randint(2**16), "PyTorch and NumPy draw alike"
+        print("number", torch.rand(1, device=y.device).item())
     return old(output, y, *others)
 
 def get_item(self, index):  # Without seeding, as where a loader worker reads the item.
@@ -659,7 +661,7 @@ SeededItems.__getitem__ = get_item
         ranks = run_job(2, options, edit, learning_rate=partial(stop_at, 1.3))
         ranks += run_job(2, options, edit)
 
-        drawn = re.findall(r"torch.bfloat16 drawn \S+", "".join(ranks))
+        drawn = re.findall(r"number \S+", "".join(ranks))
         different = len(set(drawn))
         assert len(drawn) == different == 32, f"{different} of {len(drawn)} numbers are different"
 
