@@ -396,8 +396,12 @@ def loss_and_accuracy(net, dataset):
 
 
 def net_with_batch_norm():
-    """Return plain_net() between two BatchNorm layers: one has no momentum, one no weights."""
-    layers = nn.BatchNorm1d(3, momentum=None), plain_net(), nn.BatchNorm1d(3, affine=False)
+    """Return plain_net() between two BatchNorm layers.
+
+    The first has no momentum. The second has weights only if there are GPUs, where PyTorch's own
+    nn.SyncBatchNorm does the work. On the CPU ours must do without.
+    """
+    layers = nn.BatchNorm1d(3, momentum=None), plain_net(), nn.BatchNorm1d(3, affine=GPUS)
     return nn.Sequential(*layers)
 
 
