@@ -8,6 +8,10 @@ do with something simpler, such as PyTorch's sampler or one process that has the
 break it" names a line to change: change it, run `bash run.sh test -k Lesson3`, and undo it. Then
 come the other guarantees, by the chapters of ddp_reference.py (the lessons cover 7 and 8), and the
 programs of the README. If a test fails in a rank, read on from the line "AssertionError".
+
+Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
+yours for them, and check your own job as the README says. A test of a new option goes to OPTIONS
+(Lesson 6), of a refused command line to COMMAND_LINES, and of a damaged checkpoint to FAULTS.
 """
 
 import contextlib
@@ -89,8 +93,7 @@ class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
         # On seven GPUs main() would refuse the default batch, 240.
-        options = f"--global-batch-size {GPUS or 2}"
-        print(*run_job(GPUS or 2, options, train=add_up_integers))
+        print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
@@ -220,7 +223,7 @@ def be_rank(rank, world_size, port, options, edit, replacements):
     os.environ |= {
         "RANK": f"{rank}",
         "WORLD_SIZE": f"{world_size}",
-        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that it is not taken for RANK.
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed: who takes it for RANK fails.
         "LOCAL_WORLD_SIZE": f"{world_size}",
         # The ranks find each other by a store of the process that has started them.
         "MASTER_ADDR": "localhost",
@@ -456,9 +459,10 @@ class Lesson5BatchNorm(TestCase):
 # `optimizer.load_state_dict(...)` in resume(). Then the momentum is lost, and the job that was
 # stopped ends with another net.
 #
-# To test a new option of training, add it to OPTIONS and to plain_loop(). Then let ddp_reference.py
-# ignore it, and see the lesson fail. (The lesson compares nets. What is printed is compared in
-# Chapters 2 to 4, and what main() refuses stands in COMMAND_LINES.)
+# To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
+# plain_loop(). Then let ddp_reference.py ignore it, and see the lesson fail. (The lesson compares
+# nets. What is printed is compared in Chapters 2 to 4, and what main() refuses stands in
+# COMMAND_LINES.)
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # The last 11 do not fill a global batch of 12, and none may be repeated.
 
@@ -536,6 +540,7 @@ class Lesson6NumberOfRanks(TestCase):
 # may edit your copy, by run_job(2, options, edit).
 
 # ---- Chapter 1: the options
+# Each line has options, and a regular expression that the message must match.
 COMMAND_LINES = """
 --nproc-per-node 7      | must be a multiple of the number of processes
 --checkpoint-every 1    | --checkpoint-every needs --checkpoint
@@ -612,9 +617,12 @@ def train(args, device):
 
 
 def make_plain_task(args, device):
-    """Return a task with uneven labels, whose net is the same in training and in evaluation."""
+    """Return a task with uneven labels, whose net is the same in training and in evaluation.
+
+    The items of validation are random.
+    """
     net = plain_net().to(device)
-    return Ragged(48), Ragged(25), net, torch.optim.Adam(net.parameters())
+    return Ragged(48), Augmented(25), net, torch.optim.Adam(net.parameters())
 
 
 class Chapters2To4(TestCase):
@@ -649,6 +657,11 @@ def train(args, device, old=train):
     def test_ranks_steps_and_micro_batches_draw_their_own_numbers(self):
         """Dropout masks differ, also after a stop. With --amp all logits are bfloat16."""
         edit = """
+seed_generators(0)
+number = torch.rand(())
+seed_generators(1)
+assert number != torch.rand(()), "the seed is ignored"
+
 def batch_sums(output, y, *others, old=batch_sums):
     assert output.dtype == torch.bfloat16, "--amp is ignored"
     if output.requires_grad:  # In training, draw a number as dropout would.
@@ -666,8 +679,8 @@ SeededItems.__getitem__ = get_item
         ranks += run_job(2, options, edit)
 
         drawn = re.findall(r"number \S+", "".join(ranks))
-        different = len(set(drawn))
-        assert len(drawn) == different == 32, f"{different} of {len(drawn)} numbers are different"
+        # 2 ranks make 8 steps of 2 micro-batches.
+        assert len(set(drawn)) == len(drawn) == 32, f"these are not 32 different numbers: {drawn}"
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         """This holds after a stop, too. Only rank 0 prints."""
@@ -675,7 +688,7 @@ SeededItems.__getitem__ = get_item
         # folder `no`, so the path of the checkpoint works only because main() resolves it.
         means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
         all_means = means + " | val_loss {:.4f} val_accuracy {:.4f}".format(
-            *loss_and_accuracy(plain_net(), Ragged(25))
+            *loss_and_accuracy(plain_net(), ddp.SeededItems(Augmented(25), 1))
         )
         edit = """
 class time:
@@ -701,8 +714,9 @@ epoch 1 | {all_means} | 24.0 samples/s
 
 
 # ---- Chapter 6: checkpoints
-# Each fault has options, words of the message, and below them perhaps an edit. `--seed 0` changes
-# nothing. The file ck is the checkpoint of a whole job. There is no file new.
+# Each fault has options, a regular expression that the message must match, and below them perhaps
+# an edit, which both ranks execute. A blank line ends the fault, so an edit has none. `--seed 0`
+# changes nothing. The file ck is the checkpoint of a whole job. There is no file new.
 FAULTS = """
 --seed 99                | args.seed=0
 
@@ -831,7 +845,7 @@ def programs():
         for hunk in re.split(r"(?m)^@@.*\n", diff):
             old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
             new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
-            assert old in text, f"The README's diff shows other lines:\n{old}"
+            assert old in text, f"The README's diff of {name} shows other lines:\n{old}"
             text = text.replace(old, new)
         texts[name] = text
     return texts
@@ -917,7 +931,7 @@ class ReadmePrograms(TestCase):
 
 
 # ---- Chapters 5 and 9: the processes (the class has a name by which unittest runs it last)
-PROGRAMS = {
+PROCESS_SCRIPTS = {
     "failing.py": """
 import atexit, os, signal
 import ddp_reference as ddp
@@ -984,7 +998,7 @@ if __name__ == "__main__":
 }
 
 
-def start(command, sigint=signal.SIG_DFL):
+def start_python(command, sigint=signal.SIG_DFL):
     """Start a Python program, with its output in pipes. sigint: SIG_IGN has it ignore Ctrl-C."""
     program = subprocess.Popen(
         [sys.executable, *command.split()],
@@ -997,7 +1011,7 @@ def start(command, sigint=signal.SIG_DFL):
     return program
 
 
-def finish(program, status=0):
+def wait_for(program, status=0):
     """Return (stdout, stderr) of a program when all processes that hold its pipes have ended."""
     out, err = program.communicate(timeout=90)
     assert program.returncode == status, f"status {program.returncode}: {err}"
@@ -1006,24 +1020,24 @@ def finish(program, status=0):
 
 @cache
 def start_long_programs():
-    """Start four programs, once, that take long but do little."""
-    for name, text in PROGRAMS.items():
+    """Write PROCESS_SCRIPTS, and start three of them and the main job, once: they take long."""
+    for name, text in PROCESS_SCRIPTS.items():
         pathlib.Path(name).write_text(text)
     torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=2"
     job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
     return {
-        "hanging": start(f"-m torch.distributed.run {torchrun} {job}"),
+        "hanging": start_python(f"-m torch.distributed.run {torchrun} {job}"),
         # PyTorch sends a rank SIGINT when its launcher ends. Here this is ignored.
-        "orphan": start("orphan.py --nproc-per-node 1", signal.SIG_IGN),
-        "failing": start("failing.py"),
-        "main job": start("-m ddp_reference"),
+        "orphan": start_python("orphan.py --nproc-per-node 1", signal.SIG_IGN),
+        "failing": start_python("failing.py"),
+        "main job": start_python("-m ddp_reference"),
     }
 
 
 class TheProcesses(TestCase):
     def test_the_main_job_prints_what_the_readme_shows(self):
         """Its losses and accuracies may differ by rounding only. The sampler does not warn."""
-        out, err = finish(start_long_programs()["main job"])
+        out, err = wait_for(start_long_programs()["main job"])
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
         self.assertIn(f"ddp on {kind}, global batch size 240, torch ", out)
@@ -1051,22 +1065,24 @@ class faulthandler:
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         """Also if it ignores Ctrl-C, as after &, and if a loader worker is stuck in C code."""
-        out, _ = finish(start_long_programs()["orphan"], -signal.SIGKILL)
+        out, _ = wait_for(start_long_programs()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
         for number, status, sigint in (
             (signal.SIGINT, 130, signal.SIG_DFL),
             (signal.SIGKILL, -signal.SIGKILL, signal.SIG_IGN),
         ):
-            launcher = start(f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1", sigint)
+            launcher = start_python(
+                f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1", sigint
+            )
             self.assertIn("stuck\n", launcher.stdout)  # This reads until the line comes.
 
             launcher.send_signal(number)
 
-            finish(launcher, status)
+            wait_for(launcher, status)
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
         """A rank hangs in a step, then one in evaluate(). After two restarts the job ends well."""
-        out, err = finish(start_long_programs()["hanging"])
+        out, err = wait_for(start_long_programs()["hanging"])
 
         times = re.findall(r"Timeout \((.*)\)!", err)
         self.assertEqual(times, ["0:00:08", "0:00:10.500000"] * 2)  # Rank 1 waits longer.
@@ -1077,7 +1093,7 @@ class faulthandler:
 
     def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
         """NCCL may keep a failed rank from ending. After 30 seconds it is ended."""
-        _, err = finish(start_long_programs()["failing"], status=1)
+        _, err = wait_for(start_long_programs()["failing"], status=1)
 
         self.assertRegex(err, r"RuntimeError: the cause\n(?s:.*)Timeout \(0:00:30\)!")
 
