@@ -1,4 +1,4 @@
-"""The guarantees of ddp_reference.py. The names of the tests are a list of them.
+"""The guarantees of ddp_reference.py. Read the names of the tests as a list of these guarantees.
 
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
     bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
@@ -10,8 +10,9 @@ come the other guarantees, by the chapters of ddp_reference.py (the lessons cove
 programs of the README. If a test fails in a rank, read on from the line "AssertionError".
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
-yours for them, and check your own job as the README says. A test of a new option goes to OPTIONS
-(Lesson 6), of a refused command line to COMMAND_LINES, and of a damaged checkpoint to FAULTS.
+yours for them, and check your own job as the README says. To test a new option, add it to OPTIONS
+(Lesson 6). A command line that must be refused goes to COMMAND_LINES (Chapter 1), and a fault that
+must not harm a checkpoint to FAULTS (Chapter 6).
 """
 
 import contextlib
@@ -92,19 +93,20 @@ def add_up_integers(args, device):
 class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
-        # On seven GPUs main() would refuse the default batch, 240.
+        # main() refuses a batch that the ranks cannot share equally, as 240 on seven GPUs.
         print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of one order, which all ranks
-# know. This is what the first test shows. Everything else rests on what follows from it. Let B be
+# know. This is what the first test shows. All later lessons rest on its consequence: let B be
 # the global batch size, and let each rank make batches of B / W samples. Then the first batches of
 # all ranks are together the positions 0 to B - 1, the second ones B to 2B - 1, and so on, for every
 # W that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6, and rank 1 reads 1, 3 and
 # then 5, 7. The test puts the samples of rank r at the positions r, r + W, ... of a list. This must
-# then equal the order. To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks
-# read the samples of rank 0, and with two ranks the message shows each of them twice.
+# then equal the order that PyTorch's sampler has for a single rank. To break it, leave out
+# `+ self.rank` in DistributedSampler. Then all ranks read the samples of rank 0, and with two ranks
+# the message shows each of them twice. The second test fails, too.
 class Lesson1Sampler(TestCase):
     def test_the_ranks_read_one_order_in_turn(self):
         """This holds on any number of ranks, and after a stop at position 12."""
@@ -133,17 +135,19 @@ class Lesson1Sampler(TestCase):
                 ours = ddp.DistributedSampler(*arguments)
                 torchs = TorchSampler(*arguments)
 
-                # Their texts also show a type that is not int.
+                # Texts are compared because NumPy 2 prints an index that is not an int differently.
                 assert f"{list(ours)}" == f"{list(torchs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
                 assert vars(torchs).items() <= vars(ours).items(), f"one of {vars(ours)} differs"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# Two ranks read batches of 4 for two epochs. set_epoch is called only where the title says so, and
-# drop_last is an option of the DataLoader, not of the sampler. Explain each result, and then look
-# up the answers in the README. To break it, replace `self.seed + self.epoch` by `self.seed` in
-# DistributedSampler. Then epoch 1 of experiment 3 has the order of epoch 0.
+# A sampler can go wrong without a word: the work is done twice, the order never changes, samples
+# are lost or repeated. Here two ranks read batches of 4 for two epochs. set_epoch is called only
+# where the title says so, and drop_last is an option of the DataLoader, not of the sampler. Explain
+# each result, and then look up the answers in the README. To break it, replace
+# `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1 of experiment 3 has
+# the order of epoch 0. The message shows the row, which you find in the table.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -215,15 +219,17 @@ class Lesson2Experiments(TestCase):
 #   four ranks after half an epoch, and goes on with two.
 # - share(x) is the part of x that this rank has, and whole_batch(dataset) is one batch of all.
 # - The samples of Ragged have unequally many labels, and plain_net() has no BatchNorm.
+# - assert_close(a, b, sentence) compares numbers or tensors up to rounding.
+# Go on at Lesson 3, and come back when you want to know how they work.
 def be_rank(rank, world_size, port, options, edit, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
-    mp.set_start_method(None, force=True)  # It is not set where torchrun starts a process.
+    mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # TF32 rounds more than a CPU.
     os.environ |= {
         "RANK": f"{rank}",
         "WORLD_SIZE": f"{world_size}",
-        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed: who takes it for RANK fails.
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that taking it for RANK fails.
         "LOCAL_WORLD_SIZE": f"{world_size}",
         # The ranks find each other by a store of the process that has started them.
         "MASTER_ADDR": "localhost",
@@ -247,11 +253,11 @@ def run_job(world_size, options="", edit="", **replacements):
     function must stand at the top level of a file, because it is pickled. If a rank raises, as by
     an assertion, the others are ended, and this function raises mp.ProcessRaisedException.
     """
-    # The ranks are forked from a process that has imported what takes long. torch._dynamo is what
-    # the first optimizer of a process would import.
+    # The ranks are forked from a process that has done the slow imports. One of them is
+    # torch._dynamo, which otherwise each rank would import with its first optimizer.
     mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
-    # The ranks find each other by a store. If it opened a port itself, it would listen on all
-    # networks.
+    # The ranks find each other by a store. The port is opened here, because a store that opens its
+    # own listens on all networks.
     server = socket.create_server(("localhost", 0))
     port = server.getsockname()[1]
     store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
@@ -261,7 +267,7 @@ def run_job(world_size, options="", edit="", **replacements):
 
 
 class Run(NamedTuple):
-    """A run of a job: on how many ranks, and after how many epochs it is stopped, or never."""
+    """A run of a job: its ranks, the epochs after which it is stopped, and its loader workers."""
 
     ranks: int
     stop_after: float = np.inf
@@ -274,27 +280,30 @@ def warm_up(args, epochs_done):
 
 
 def stop_at(stop_after, args, epochs_done):
-    """In place of learning_rate(): warm up, and end as by a kill when so many epochs are done."""
+    """In place of learning_rate(): warm up, and end like a killed process after so many epochs."""
     if epochs_done >= stop_after:
         os._exit(0)  # With another status run_job() would raise.
     return warm_up(args, epochs_done)
 
 
 def net_after(options, runs, **replacements):
-    """Run a job with warm_up(), in runs that each resume the one before: return the last net."""
+    """Run a job with warm_up(), in runs that each resume the one before: return the last net.
+
+    replacements: as for run_job(), and also its edit. stop_at() takes the place of learning_rate().
+    """
     path = f"{tempfile.mkdtemp(dir='.')}/ck"
     for run in runs:
         replacements["learning_rate"] = partial(stop_at, run.stop_after)
         others = f"--num-workers {run.num_workers} --checkpoint {path} --checkpoint-every 1"
         printed, *_ = run_job(run.ranks, f"{options} {others}", **replacements)
-        assert ("resuming" in printed) == (run != runs[0]), f"{run} does not go on: {printed}"
+        assert ("resuming" in printed) == (run != runs[0]), f"{run} should resume if not the first"
     return torch.load(path, map_location="cpu")["net"]
 
 
 def assert_close(actual, expected, what, tolerance=2e-5):
     """Assert that numbers or tensors are equal, by default up to the rounding of float32.
 
-    what: the sentence with which the message ends otherwise.
+    what: a sentence that ends the message if they differ.
     """
     torch.testing.assert_close(
         actual,
@@ -331,8 +340,9 @@ class Ragged(ddp.SyntheticDataset):
 def plain_net():
     """Return a net without BatchNorm, the same in every process.
 
-    One of its parameters is frozen, so it never has a gradient, and a step must skip it. Nobody
-    reads its buffer: DDP would broadcast it in each step if train() did not turn that off.
+    One of its parameters is frozen, so it never has a gradient, and a step must skip it. Its buffer
+    is there for the count of collectives below: DDP would broadcast it in each step if train() did
+    not turn that off.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1))
@@ -346,11 +356,13 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 # ---- Lesson 3: a step (train_step)
 # Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
-# have unequal numbers of labels and compute their shares in micro-batches. If each rank took the
-# mean over its own labels, a label would weigh more on a rank that has few. So the losses of all
-# labels are added up, and their gradient is divided by the number of all labels. To break it,
-# replace `dist.get_world_size()` by 1 in train_step(). Then DDP's division by the world size stays
-# in the gradient, and two ranks move each parameter only half as far.
+# have unequal numbers of labels (a signal has a label for each point) and compute their shares in
+# micro-batches, which are parts of a share. If each rank took the mean over its own labels, a label
+# would weigh more on a rank that has few. So the losses of all labels are added up, and their
+# gradient is divided by the number of all labels. But DDP averages the gradients of the ranks: it
+# divides their sum by the world size. So train_step() also multiplies by the world size. To break
+# it, replace `dist.get_world_size()` by 1 there. Then two ranks move each parameter only half as
+# far. (The message shows only that the parameters differ.)
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -361,7 +373,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     F.cross_entropy(expected(x), y).backward()
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
-    net = ddp.convert_batch_norm(make_net().to(device))  # There is none before Lesson 5.
+    net = ddp.convert_batch_norm(make_net().to(device))  # for Lesson 5
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
@@ -388,8 +400,9 @@ def batch_sums(output, y, *others, old=batch_sums):
 # ---- Lesson 4: evaluation (evaluate)
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
-# samples. To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank returns the
-# means of its own samples. The message shows those of one rank.
+# samples. The statistics of BatchNorm may differ between the ranks, so all of them evaluate with
+# those of rank 0. To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank
+# returns the means of its own samples. The message shows those of one rank, and of one process.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -401,8 +414,8 @@ def loss_and_accuracy(net, dataset):
 def net_with_batch_norm():
     """Return plain_net() between two BatchNorm layers.
 
-    The first has no momentum. The second has weights only if there are GPUs, where PyTorch's own
-    nn.SyncBatchNorm does the work. On the CPU ours must do without.
+    The first has no momentum. The second has weights only on GPUs, which use PyTorch's own
+    nn.SyncBatchNorm. On the CPU it has none, to show that our code works without them.
     """
     layers = nn.BatchNorm1d(3, momentum=None), plain_net(), nn.BatchNorm1d(3, affine=GPUS)
     return nn.Sequential(*layers)
@@ -444,7 +457,7 @@ class Lesson5BatchNorm(TestCase):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """Two ranks with one value each are enough, as BatchNorm sees both, but not --local-bn."""
+        """Two ranks with one value each can train, but not with --local-bn, nor can one rank."""
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -460,7 +473,8 @@ class Lesson5BatchNorm(TestCase):
 # stopped ends with another net.
 #
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
-# plain_loop(). Then let ddp_reference.py ignore it, and see the lesson fail. (The lesson compares
+# plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that the lesson fails. If
+# it must also be tested without, add it beside `--micro-batch-size 2` below. (The lesson compares
 # nets. What is printed is compared in Chapters 2 to 4, and what main() refuses stands in
 # COMMAND_LINES.)
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
@@ -515,7 +529,8 @@ def plain_loop(args, device):
 
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
-    # The first sum may be one of weights. If each label weighs 0.001, that must change nothing.
+    # A task may add up weights of labels in place of counting them. If all are 0.001, the net must
+    # be the same.
     return old(*arguments) / 1000
 """
 
@@ -523,7 +538,8 @@ def batch_sums(*arguments, old=batch_sums):
 class Lesson6NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
         """This holds on any number of ranks, and if the job is stopped and goes on."""
-        # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2.
+        # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2. (A
+        # step is 12/47 of an epoch. A run ends before the first step at or after stop_after.)
         stopped = [Run(4, stop_after=0.5), Run(3, stop_after=1.2), Run(2)]
         for option in ("", "--micro-batch-size 2"):
             options = f"{OPTIONS} {option}"
@@ -540,7 +556,8 @@ class Lesson6NumberOfRanks(TestCase):
 # may edit your copy, by run_job(2, options, edit).
 
 # ---- Chapter 1: the options
-# Each line has options, and a regular expression that the message must match.
+# Each line has options, blanks, "| " and a regular expression. main() must refuse the options with
+# a message that the expression matches.
 COMMAND_LINES = """
 --nproc-per-node 7      | must be a multiple of the number of processes
 --checkpoint-every 1    | --checkpoint-every needs --checkpoint
@@ -565,7 +582,7 @@ COMMAND_LINES = """
 class Chapter1Options(TestCase):
     @classmethod
     def setUpClass(cls):
-        start_long_programs()  # They run beside the tests until TheProcesses looks at them.
+        start_long_programs()  # They run beside the other tests. TheProcesses waits for them.
 
     def assert_refused(self, words, options="", **environ):
         """Assert that main() refuses a command line in one line with these words, and status 2."""
@@ -596,6 +613,8 @@ class Chapter1Options(TestCase):
 
 
 # ---- Chapters 2 to 4: the sampler, the step and the loop
+# Each line has a wrong call, and a regular expression that the message must match. The calls take
+# the place of {} in MAKE_MISTAKE.
 MISTAKES = """
 train_step(net, optimizer, (x, y))                     | needs DistributedDataParallel
 train_step(model, optimizer, {"x": x, "y": y})         | a batch must be tensors
@@ -643,8 +662,8 @@ def train(args, device, old=train):
     print([event.name for event in profile.events()])
 """
         options = "--epochs 1 --micro-batch-size 2 --clip-grad-norm 1"
-        # Reading an item calls .item(), but both jobs read 42 samples: in 7 steps of 6, or in 3 of
-        # 14. Adam on a CPU calls it, too, so the task is one with SGD.
+        # Reading a sample calls .item(), too. So both jobs read 42 samples, in 7 steps of 6 or in 3
+        # of 14, and those calls cancel out. Adam on a CPU also calls it, so this task uses SGD.
         run = partial(run_job, 2, edit=edit, make_task=make_augmented_task)
         of_7_steps, _ = run(f"{options} --global-batch-size 6")
         of_3_steps, _ = run(f"{options} --global-batch-size 14")
@@ -714,9 +733,12 @@ epoch 1 | {all_means} | 24.0 samples/s
 
 
 # ---- Chapter 6: checkpoints
-# Each fault has options, a regular expression that the message must match, and below them perhaps
-# an edit, which both ranks execute. A blank line ends the fault, so an edit has none. `--seed 0`
-# changes nothing. The file ck is the checkpoint of a whole job. There is no file new.
+# Two ranks run each fault with SMALL, `--checkpoint ck` and its own options, of which the last one
+# wins. ck is a sound checkpoint of that job. Each fault must end the job with a message that the
+# regular expression matches, and leave ck as it was. `--checkpoint new` names a file that does not
+# exist, and must not exist after the fault. Below the options may stand an edit, which both ranks
+# execute. It has no blank lines, because a blank line ends the fault. Where an edit is enough,
+# `--seed 0` stands for no option. A damaged file is written in the test below, as `code` is.
 FAULTS = """
 --seed 99                | args.seed=0
 
@@ -737,6 +759,7 @@ class ConvNet(nn.Sequential):
 torch.optim.Adam = torch.optim.SGD
 
 --checkpoint code        | Weights only load failed
+# To load this file in the usual way is to run code.
 
 --seed 0                 | do not all find
 def train(args, device, old=train):
@@ -751,16 +774,19 @@ def make_task(*arguments, old=make_task):
     return task
 
 --checkpoint new         | the net is not finite
+# A statistic of BatchNorm is infinite, though each parameter is finite.
 def make_task(*arguments, old=make_task):
     task = old(*arguments)
     task[2][1].running_mean.fill_(torch.inf)
     return task
 
 --checkpoint new         | size of tensor
+# METRICS has two names, but here there is only one sum beside the number of labels.
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments)[:2]
 
 --epochs 3               | Resource temporarily unavailable, the other job has half a file
+# Another job is writing the file.
 def save_checkpoint(*arguments, old=save_checkpoint):
     with open("ck.tmp", "w") as other_job:
         other_job.write("half a file")
@@ -893,13 +919,14 @@ class ReadmePrograms(TestCase):
         for job in ("labels", "batchnorm", "augmented", "stopped"):
             rows = []
             for name in (f"{job}.py", f"{job}_ours.py"):
+                # The last number, such as 0.9862, stands before the end of the line.
                 rows.append(" ".join(lines_of(name, ranks)[-7:-1] for ranks in (1, 2, 4)))
             stock, ours = rows
             self.assertIn(f"| {stock} | {ours} |", README, job)
             assert len(set(ours.split())) == 1 and stock != ours, job
 
     def test_shards_train_as_their_samples_do_or_are_refused(self):
-        """A file must hold pairs of plain files, and end as a tar file does."""
+        """A tar file is refused if it lacks x or y, holds links or sparse files, or is cut off."""
         path = pathlib.Path("a.tar")
         dataset = ddp.SyntheticDataset(48, 64, seed=0)
         with tarfile.open(path, "w") as tar:
@@ -913,7 +940,8 @@ class ReadmePrograms(TestCase):
         net = net_after(options, [Run(2)], edit=edit)
         assert_close(net, net_after(SMALL, [Run(2)]), "From shards the net is another one.")
 
-        # After 15 samples one file is cut off, and the other one goes on with something else.
+        # After 15 samples, of 5120 bytes each, one file is cut off, and the other one goes on with
+        # something else.
         whole = path.read_bytes()
         contents = [whole[:76800], whole[:76800] + b"?" * 2000]
         # The first file lacks y, the second one has links and the third one sparse files.
@@ -1064,7 +1092,7 @@ class faulthandler:
         )
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
-        """Also if it ignores Ctrl-C, as after &, and if a loader worker is stuck in C code."""
+        """This holds even if it ignores Ctrl-C, as after &, and if a loader worker is stuck."""
         out, _ = wait_for(start_long_programs()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
         for number, status, sigint in (
@@ -1107,7 +1135,7 @@ def main():
     skipped = len(result.skipped)
     passed = result.testsRun - failed - skipped
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    sys.exit(failed > 0 or not result.testsRun)  # NAME in -k NAME may be mistyped.
+    sys.exit(failed > 0 or not result.testsRun)  # -k may name no test.
 
 
 if __name__ == "__main__":
