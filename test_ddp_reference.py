@@ -118,7 +118,7 @@ class Lesson1Sampler(TestCase):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
                 sampler.set_epoch(0, samples_read)
                 read[rank::world_size] = sampler  # This iterates over the sampler.
-                assert len(sampler) == len(read) / world_size
+                assert len(sampler) == len(read) / world_size  # Each rank has its share.
 
             assert read == order[samples_read:], f"{world_size} ranks have read {read}"
 
@@ -231,13 +231,13 @@ def be_rank(rank, world_size, port, options, edit, replacements):
         "WORLD_SIZE": f"{world_size}",
         "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that taking it for RANK fails.
         "LOCAL_WORLD_SIZE": f"{world_size}",
-        # The ranks find each other by a store of the process that has started them.
+        # The store of run_job(), by which the ranks find each other.
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": f"{port}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     exec(edit, vars(ddp))
-    assert replacements.keys() <= vars(ddp).keys()
+    assert replacements.keys() <= vars(ddp).keys()  # Otherwise ddp_reference lacks such a name.
     vars(ddp).update(replacements)
     sys.argv = ["ddp_reference.py", *f"--timeout 60 {options}".split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
@@ -294,8 +294,8 @@ def net_after(options, runs, **replacements):
     path = f"{tempfile.mkdtemp(dir='.')}/ck"
     for run in runs:
         replacements["learning_rate"] = partial(stop_at, run.stop_after)
-        others = f"--num-workers {run.num_workers} --checkpoint {path} --checkpoint-every 1"
-        printed, *_ = run_job(run.ranks, f"{options} {others}", **replacements)
+        run_options = f"--num-workers {run.num_workers} --checkpoint {path} --checkpoint-every 1"
+        printed, *_ = run_job(run.ranks, f"{options} {run_options}", **replacements)
         assert ("resuming" in printed) == (run != runs[0]), f"{run} should resume if not the first"
     return torch.load(path, map_location="cpu")["net"]
 
@@ -582,10 +582,10 @@ COMMAND_LINES = """
 class Chapter1Options(TestCase):
     @classmethod
     def setUpClass(cls):
-        start_long_programs()  # They run beside the other tests. TheProcesses waits for them.
+        start_slow_scripts()  # They run beside the other tests. TheProcesses waits for them.
 
-    def assert_refused(self, words, options="", **environ):
-        """Assert that main() refuses a command line in one line with these words, and status 2."""
+    def assert_refused(self, pattern, options="", **environ):
+        """Assert that main() refuses options in one line that has this pattern, and status 2."""
         sys.argv = ["ddp_reference.py", *options.split()]
         with (
             mock.patch.dict(os.environ, environ),
@@ -593,12 +593,12 @@ class Chapter1Options(TestCase):
             self.assertRaisesRegex(SystemExit, "^2$", msg=options),
         ):
             ddp.main()
-        self.assertRegex(err.getvalue(), f"^.*: error: .*{words}.*\n$")
+        self.assertRegex(err.getvalue(), f"^.*: error: .*{pattern}.*\n$")
 
     def test_what_cannot_work_is_refused_in_one_line(self):
         """Each of these command lines ends with status 2 before a process is started."""
-        for options, words in re.findall(r"(--.*?) +\| (.*)", COMMAND_LINES):
-            self.assert_refused(words, options)
+        for options, pattern in re.findall(r"(--.*?) +\| (.*)", COMMAND_LINES):
+            self.assert_refused(pattern, options)
         self.assert_refused("torchrun", RANK="0")
         self.assert_refused("torchrun", SLURM_STEP_NUM_TASKS="2")
 
@@ -614,8 +614,8 @@ class Chapter1Options(TestCase):
 
 # ---- Chapters 2 to 4: the sampler, the step and the loop
 # Each line has a wrong call, and a regular expression that the message must match. The calls take
-# the place of {} in MAKE_MISTAKE.
-MISTAKES = """
+# the place of {} in TRAIN_WITH_WRONG_CALL.
+WRONG_CALLS = """
 train_step(net, optimizer, (x, y))                     | needs DistributedDataParallel
 train_step(model, optimizer, {"x": x, "y": y})         | a batch must be tensors
 train_step(model, optimizer, (x, ("a", "b")))          | a batch must be tensors
@@ -626,7 +626,7 @@ DistributedSampler(range(8), 2, 0).set_epoch(0, 3)     | samples_read=3 is not a
 """
 
 
-MAKE_MISTAKE = """
+TRAIN_WITH_WRONG_CALL = """
 def train(args, device):
     net, dataset = ConvNet().to(device), SyntheticDataset(4, 8, seed=0)
     x, y = next(iter(DataLoader(dataset, 4)))
@@ -647,9 +647,9 @@ def make_plain_task(args, device):
 class Chapters2To4(TestCase):
     def test_what_would_train_wrongly_is_refused(self):
         """DDP's wrapper is missing, a batch has another form, or a rank or a stop is impossible."""
-        for mistake, words in re.findall(r"(.*?) +\| (.*)", MISTAKES):
-            with self.assertRaisesRegex(mp.ProcessRaisedException, words, msg=mistake):
-                run_job(1, "", MAKE_MISTAKE.format(mistake))
+        for wrong_call, pattern in re.findall(r"(.*?) +\| (.*)", WRONG_CALLS):
+            with self.assertRaisesRegex(mp.ProcessRaisedException, pattern, msg=wrong_call):
+                run_job(1, "", TRAIN_WITH_WRONG_CALL.format(wrong_call))
 
     def test_a_step_calls_two_collectives_and_never_item(self):
         """So a step of a small net waits for the other ranks twice, and never for its GPU."""
@@ -664,9 +664,9 @@ def train(args, device, old=train):
         options = "--epochs 1 --micro-batch-size 2 --clip-grad-norm 1"
         # Reading a sample calls .item(), too. So both jobs read 42 samples, in 7 steps of 6 or in 3
         # of 14, and those calls cancel out. Adam on a CPU also calls it, so this task uses SGD.
-        run = partial(run_job, 2, edit=edit, make_task=make_augmented_task)
-        of_7_steps, _ = run(f"{options} --global-batch-size 6")
-        of_3_steps, _ = run(f"{options} --global-batch-size 14")
+        run_two = partial(run_job, 2, edit=edit, make_task=make_augmented_task)
+        of_7_steps, _ = run_two(f"{options} --global-batch-size 6")
+        of_3_steps, _ = run_two(f"{options} --global-batch-size 14")
 
         # The longer job has four more steps, so the difference is what four steps call.
         for operator, calls_of_4_steps in (("c10d::", 8), ("aten::item", 0)):
@@ -714,10 +714,10 @@ class time:
     perf_counter = iter(range(0, 99, 2)).__next__  # It is two seconds later at each look.
 """
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint no/../numbers --checkpoint-every 2"
-        run = partial(run_job, 3, edit=edit, make_task=make_plain_task)
-        run(options, learning_rate=partial(stop_at, 0.7))
+        run_three = partial(run_job, 3, edit=edit, make_task=make_plain_task)
+        run_three(options, learning_rate=partial(stop_at, 0.7))
 
-        printed = "".join(run(options))
+        printed = "".join(run_three(options))
 
         # Between two looks at the clock, 24 samples are read after the stop, and then 48.
         expected = f"""
@@ -729,7 +729,7 @@ epoch 1 | {all_means} | 24.0 samples/s
 """
         assert printed.endswith(expected), f"{printed}\nshould end with{expected}"
         # A job that has ended goes on if it is given more epochs.
-        assert f"epoch 2 | {all_means}" in run(f"{options} --epochs 3")[0]
+        assert f"epoch 2 | {all_means}" in run_three(f"{options} --epochs 3")[0]
 
 
 # ---- Chapter 6: checkpoints
@@ -826,15 +826,15 @@ class Chapter6Checkpoints(TestCase):
         """The message names the cause. The checkpoint keeps its bytes, or is not made."""
         path = pathlib.Path("ck")
         run_job(1, f"{SMALL} --checkpoint ck")
-        whole = path.read_bytes()
+        intact = path.read_bytes()
         torch.save(os.system, "code")  # To load this is to import code.
 
         for fault in FAULTS.strip().split("\n\n"):
             title, _, edit = fault.partition("\n")
-            options, words = re.split(r" +\| ", title)
-            with self.assertRaisesRegex(mp.ProcessRaisedException, words, msg=fault):
+            options, pattern = re.split(r" +\| ", title)
+            with self.assertRaisesRegex(mp.ProcessRaisedException, pattern, msg=fault):
                 run_job(2, f"{SMALL} --checkpoint ck {options}", edit)
-            assert path.read_bytes() == whole and not os.path.exists("new"), fault
+            assert path.read_bytes() == intact and not os.path.exists("new"), fault
 
     def test_no_flipped_bit_loads_as_other_numbers(self):
         """Wherever a bit flips, the file is refused, or loads as it was."""
@@ -860,7 +860,7 @@ def print(text):
 
 
 # ---- The README: what it shows is run
-def programs():
+def readme_programs():
     """Return the programs of the README by name. A diff makes one from another one."""
     texts = dict(re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", README))
     texts["ddp_reference.py"] = (HERE / "ddp_reference.py").read_text()
@@ -877,9 +877,9 @@ def programs():
     return texts
 
 
-def write_programs():
+def write_readme_programs():
     """Write the programs of the README into this folder, but not over a file that exists."""
-    for name, text in programs().items():
+    for name, text in readme_programs().items():
         if os.path.exists(name):
             print(f"{name} exists already, and is left as it is")
         elif name.endswith(".py"):
@@ -887,30 +887,30 @@ def write_programs():
             print(f"wrote {name}")
 
 
-def run_program(name):
+def run_readme_program(name):
     """On a rank, in place of main(): run a program of the README."""
     if int(os.environ["WORLD_SIZE"]) > GPUS:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
-    exec(programs()[name], {"__name__": "__main__"})
+    exec(readme_programs()[name], {"__name__": "__main__"})
 
 
-def lines_of(name, world_size):
+def readme_program_lines(name, world_size):
     """Return the lines that a program of the README prints on so many ranks, but not its speed."""
     # Only my_job.py reads the options.
-    lines, *_ = run_job(world_size, "--epochs 3 --lr 0.1", main=partial(run_program, name))
+    lines, *_ = run_job(world_size, "--epochs 3 --lr 0.1", main=partial(run_readme_program, name))
     return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", lines)
 
 
 class ReadmePrograms(TestCase):
     def test_each_step_from_one_gpu_to_many_is_needed(self):
         """With all five hunks two processes print the lines of one. Without a hunk they do not."""
-        one = lines_of("one.py", 1)
-        self.assertEqual(lines_of("my_job.py", 2), lines_of("my_job.py", 1))
-        for name in programs():
+        one = readme_program_lines("one.py", 1)
+        self.assertEqual(readme_program_lines("my_job.py", 2), readme_program_lines("my_job.py", 1))
+        for name in readme_programs():
             if re.match("many|still|dp", name):
-                self.assertEqual(lines_of(name, 2), one, name)
+                self.assertEqual(readme_program_lines(name, 2), one, name)
             if name.startswith("without"):
-                lines = lines_of(name, 2)
+                lines = readme_program_lines(name, 2)
                 self.assertNotEqual(lines, one, name)
                 self.assertIn(f"**{lines[-7:-1]}**", README, name)
 
@@ -920,7 +920,9 @@ class ReadmePrograms(TestCase):
             rows = []
             for name in (f"{job}.py", f"{job}_ours.py"):
                 # The last number, such as 0.9862, stands before the end of the line.
-                rows.append(" ".join(lines_of(name, ranks)[-7:-1] for ranks in (1, 2, 4)))
+                rows.append(
+                    " ".join(readme_program_lines(name, ranks)[-7:-1] for ranks in (1, 2, 4))
+                )
             stock, ours = rows
             self.assertIn(f"| {stock} | {ours} |", README, job)
             assert len(set(ours.split())) == 1 and stock != ours, job
@@ -934,7 +936,7 @@ class ReadmePrograms(TestCase):
                 for name, array in zip(("x.npy", "y.npy"), dataset[index]):
                     np.save(name, array)
                     tar.add(name, f"{index}.{name}")
-        edit = programs()["shards.py"]
+        edit = readme_programs()["shards.py"]
         options = f"{SMALL} --shards a.tar --val-shards a.tar"
 
         net = net_after(options, [Run(2)], edit=edit)
@@ -942,8 +944,8 @@ class ReadmePrograms(TestCase):
 
         # After 15 samples, of 5120 bytes each, one file is cut off, and the other one goes on with
         # something else.
-        whole = path.read_bytes()
-        contents = [whole[:76800], whole[:76800] + b"?" * 2000]
+        intact = path.read_bytes()
+        contents = [intact[:76800], intact[:76800] + b"?" * 2000]
         # The first file lacks y, the second one has links and the third one sparse files.
         for names, kind in (("x", b"0"), ("xy", tarfile.SYMTYPE), ("xy", tarfile.GNUTYPE_SPARSE)):
             with tarfile.open(path, "w") as tar:
@@ -1047,7 +1049,7 @@ def wait_for(program, status=0):
 
 
 @cache
-def start_long_programs():
+def start_slow_scripts():
     """Write PROCESS_SCRIPTS, and start three of them and the main job, once: they take long."""
     for name, text in PROCESS_SCRIPTS.items():
         pathlib.Path(name).write_text(text)
@@ -1065,7 +1067,7 @@ def start_long_programs():
 class TheProcesses(TestCase):
     def test_the_main_job_prints_what_the_readme_shows(self):
         """Its losses and accuracies may differ by rounding only. The sampler does not warn."""
-        out, err = wait_for(start_long_programs()["main job"])
+        out, err = wait_for(start_slow_scripts()["main job"])
 
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
         self.assertIn(f"ddp on {kind}, global batch size 240, torch ", out)
@@ -1093,9 +1095,9 @@ class faulthandler:
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         """This holds even if it ignores Ctrl-C, as after &, and if a loader worker is stuck."""
-        out, _ = wait_for(start_long_programs()["orphan"], -signal.SIGKILL)
+        out, _ = wait_for(start_slow_scripts()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
-        for number, status, sigint in (
+        for signal_number, status, sigint in (
             (signal.SIGINT, 130, signal.SIG_DFL),
             (signal.SIGKILL, -signal.SIGKILL, signal.SIG_IGN),
         ):
@@ -1104,13 +1106,13 @@ class faulthandler:
             )
             self.assertIn("stuck\n", launcher.stdout)  # This reads until the line comes.
 
-            launcher.send_signal(number)
+            launcher.send_signal(signal_number)
 
             wait_for(launcher, status)
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
         """A rank hangs in a step, then one in evaluate(). After two restarts the job ends well."""
-        out, err = wait_for(start_long_programs()["hanging"])
+        out, err = wait_for(start_slow_scripts()["hanging"])
 
         times = re.findall(r"Timeout \((.*)\)!", err)
         self.assertEqual(times, ["0:00:08", "0:00:10.500000"] * 2)  # Rank 1 waits longer.
@@ -1121,7 +1123,7 @@ class faulthandler:
 
     def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
         """NCCL may keep a failed rank from ending. After 30 seconds it is ended."""
-        _, err = wait_for(start_long_programs()["failing"], status=1)
+        _, err = wait_for(start_slow_scripts()["failing"], status=1)
 
         self.assertRegex(err, r"RuntimeError: the cause\n(?s:.*)Timeout \(0:00:30\)!")
 
@@ -1129,7 +1131,7 @@ class faulthandler:
 def main():
     """Run the tests, and end with `N passed, N failed, N skipped`. Or write the programs."""
     if sys.argv[1:] == ["programs"]:
-        return write_programs()
+        return write_readme_programs()
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
     skipped = len(result.skipped)
