@@ -85,6 +85,7 @@ def add_up_integers(args, device):
         began = time.perf_counter()
         dist.all_reduce(total)
         wrong = (total != expected).sum().item()
+        # On a GPU only .item() waits for the sum, so the clock is read after it.
         seconds = time.perf_counter() - began
         assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
     print(f"rank {rank} of {world_size} added up 64 MB, {64 / seconds:.0f} MB/s, {device}")
@@ -135,7 +136,7 @@ class Lesson1Sampler(TestCase):
                 ours = ddp.DistributedSampler(*arguments)
                 torchs = TorchSampler(*arguments)
 
-                # Texts are compared because NumPy 2 prints an index that is not an int differently.
+                # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(torchs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
                 assert vars(torchs).items() <= vars(ours).items(), f"one of {vars(ours)} differs"
@@ -402,7 +403,7 @@ def batch_sums(output, y, *others, old=batch_sums):
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples. The statistics of BatchNorm may differ between the ranks, so all of them evaluate with
 # those of rank 0. To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank
-# returns the means of its own samples. The message shows those of one rank, and of one process.
+# returns the sums of its own samples. The message shows the means of one rank, and of one process.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -414,8 +415,8 @@ def loss_and_accuracy(net, dataset):
 def net_with_batch_norm():
     """Return plain_net() between two BatchNorm layers.
 
-    The first has no momentum. The second has weights only on GPUs, which use PyTorch's own
-    nn.SyncBatchNorm. On the CPU it has none, to show that our code works without them.
+    The first averages its statistics over all batches, as it has no momentum. The second has no
+    weights on the CPU, where our code does the work, and has some on GPUs, where PyTorch's does.
     """
     layers = nn.BatchNorm1d(3, momentum=None), plain_net(), nn.BatchNorm1d(3, affine=GPUS)
     return nn.Sequential(*layers)
@@ -474,9 +475,10 @@ class Lesson5BatchNorm(TestCase):
 #
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
 # plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that the lesson fails. If
-# it must also be tested without, add it beside `--micro-batch-size 2` below. (The lesson compares
-# nets. What is printed is compared in Chapters 2 to 4, and what main() refuses stands in
-# COMMAND_LINES.)
+# it must also be tested without, make it a further string beside "--micro-batch-size 2" below, and
+# not a part of OPTIONS. An option that plain PyTorch cannot repeat, as --amp, gets a test of its
+# own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands in
+# COMMAND_LINES.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # The last 11 do not fill a global batch of 12, and none may be repeated.
 
@@ -496,6 +498,7 @@ def make_augmented_task(args, device):
     at a time.
     """
     net = plain_net() if args.micro_batch_size else ddp.ConvNet()
+    # Each parameter has its own group, so a rate that is set in only one of them is noticed.
     groups = [{"params": [parameter]} for parameter in net.to(device).parameters()]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
     return Augmented(NUM_SAMPLES), Ragged(10), net, optimizer
@@ -688,7 +691,8 @@ def batch_sums(output, y, *others, old=batch_sums):
         print("number", torch.rand(1, device=y.device).item())
     return old(output, y, *others)
 
-def get_item(self, index):  # Without seeding, as where a loader worker reads the item.
+# Items do not seed this process, as if a loader worker read them. Only the seeds of steps count.
+def get_item(self, index):
     return self.dataset[index]
 
 SeededItems.__getitem__ = get_item
@@ -733,12 +737,14 @@ epoch 1 | {all_means} | 24.0 samples/s
 
 
 # ---- Chapter 6: checkpoints
-# Two ranks run each fault with SMALL, `--checkpoint ck` and its own options, of which the last one
-# wins. ck is a sound checkpoint of that job. Each fault must end the job with a message that the
-# regular expression matches, and leave ck as it was. `--checkpoint new` names a file that does not
-# exist, and must not exist after the fault. Below the options may stand an edit, which both ranks
-# execute. It has no blank lines, because a blank line ends the fault. Where an edit is enough,
-# `--seed 0` stands for no option. A damaged file is written in the test below, as `code` is.
+# Two ranks run each fault with SMALL, `--checkpoint ck` and its own options. If an option is given
+# twice, the later one counts. ck is a sound checkpoint of that job. Each fault must end the job
+# with a message that the regular expression matches, and leave ck as it was. ck has done both its
+# epochs, so with it a job only resumes: a fault in training or saving needs `--epochs 3` or a new
+# file. The file new does not exist, and must not exist after the fault. If no option is needed,
+# write `--seed 0`, which changes nothing. Below the options may stand an edit, which both ranks
+# execute. It has no blank lines, because a blank line ends the fault. A damaged file is written in
+# the test below, as `code` is.
 FAULTS = """
 --seed 99                | args.seed=0
 
@@ -837,7 +843,7 @@ class Chapter6Checkpoints(TestCase):
             assert path.read_bytes() == intact and not os.path.exists("new"), fault
 
     def test_no_flipped_bit_loads_as_other_numbers(self):
-        """Wherever a bit flips, the file is refused, or loads as it was."""
+        """One bit flips in each of 300 bytes: the file is refused, or loads the same weights."""
         run_job(1, "", FLIP_BITS)
 
     def test_an_epoch_is_saved_before_its_line_is_printed(self):
@@ -903,7 +909,10 @@ def readme_program_lines(name, world_size):
 
 class ReadmePrograms(TestCase):
     def test_each_step_from_one_gpu_to_many_is_needed(self):
-        """With all five hunks two processes print the lines of one. Without a hunk they do not."""
+        """With all five changes two processes print the lines of one. Without one they do not.
+
+        (The first cannot be left out. The lines of my_job.py do not depend on the ranks either.)
+        """
         one = readme_program_lines("one.py", 1)
         self.assertEqual(readme_program_lines("my_job.py", 2), readme_program_lines("my_job.py", 1))
         for name in readme_programs():
@@ -1119,6 +1128,7 @@ class faulthandler:
         for function in ("learning_rate", "train_step", "evaluate", "evaluate_or_hang"):
             assert f" in {function}\n" in err, err
         assert "gloo on lo workers by spawn\n" in out, out  # A forked worker may hang.
+        # This ends the line "resuming .../hanging at ...". The checkpoint's name is hanging.
         assert "hanging at epoch 1/2, sample 24" in out
 
     def test_the_cause_is_told_if_a_failed_rank_hangs_at_its_end(self):
