@@ -71,9 +71,9 @@ def setUpModule():
 # broken link between GPUs is seen here, and not as a loss that is slightly wrong. run_job() starts
 # the ranks, and each calls add_up_integers() in place of train(). (How it does so stands further
 # below, under "Helpers". You can read on without it.) To break it, leave out
-# `dist.all_reduce(total)` below. Then each rank has only its own numbers, and nearly all are wrong.
-# (A single GPU has nothing to add up. On such a machine, start the command with
-# CUDA_VISIBLE_DEVICES= to get two ranks on the CPU.)
+# `dist.all_reduce(total)` below, in this file. Then each rank keeps its own numbers, which are
+# wrong but for a few. (A single GPU has nothing to add up. On such a machine, start the command
+# with CUDA_VISIBLE_DEVICES= to get two ranks on the CPU.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -94,16 +94,16 @@ def add_up_integers(args, device):
 class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
-        # main() refuses a batch that the ranks cannot share equally, as 240 on seven GPUs.
+        # main() refuses a batch that the ranks cannot share equally, as the default on 7 GPUs.
         print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of one order, which all ranks
-# know. This is what the first test shows. All later lessons rest on its consequence: let B be
-# the global batch size, and let each rank make batches of B / W samples. Then the first batches of
-# all ranks are together the positions 0 to B - 1, the second ones B to 2B - 1, and so on, for every
-# W that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6, and rank 1 reads 1, 3 and
+# know. This is what the first test shows. All later lessons rest on its consequence: let B be the
+# global batch size, and let each rank make batches of B / W samples. Then the first batches of all
+# ranks are together the positions 0 to B - 1, the second ones B to 2B - 1, and so on, for every W
+# that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6, and rank 1 reads 1, 3 and
 # then 5, 7. The test puts the samples of rank r at the positions r, r + W, ... of a list. This must
 # then equal the order that PyTorch's sampler has for a single rank. To break it, leave out
 # `+ self.rank` in DistributedSampler. Then all ranks read the samples of rank 0, and with two ranks
@@ -148,7 +148,7 @@ class Lesson1Sampler(TestCase):
 # where the title says so, and drop_last is an option of the DataLoader, not of the sampler. Explain
 # each result, and then look up the answers in the README. To break it, replace
 # `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1 of experiment 3 has
-# the order of epoch 0. The message shows the row, which you find in the table.
+# the order of epoch 0. The message shows the row that was read, and that of the table.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -356,14 +356,15 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
-# Every rank ends a step with the parameters of one process that had the whole batch, even if ranks
-# have unequal numbers of labels (a signal has a label for each point) and compute their shares in
-# micro-batches, which are parts of a share. If each rank took the mean over its own labels, a label
-# would weigh more on a rank that has few. So the losses of all labels are added up, and their
-# gradient is divided by the number of all labels. But DDP averages the gradients of the ranks: it
-# divides their sum by the world size. So train_step() also multiplies by the world size. To break
-# it, replace `dist.get_world_size()` by 1 there. Then two ranks move each parameter only half as
-# far. (The message shows only that the parameters differ.)
+# After a step every rank has the parameters of one process that had the whole batch. This holds
+# even if ranks have unequally many labels (a signal has one for each point), and if a rank computes
+# its share in parts, the micro-batches. What we want is the gradient of the mean over all labels of
+# the batch. If each rank took the mean over its own labels, a label would weigh more on a rank that
+# has few. So the losses are added up, and the gradient of this sum is divided by the number of all
+# labels. But DDP averages the gradients of the ranks: it divides their sum by the world size. So
+# train_step() also multiplies by the world size. To break it, replace `dist.get_world_size()` by 1
+# there. Then two ranks move each parameter only half as far. (The message shows only that the
+# parameters differ.)
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -401,9 +402,10 @@ def batch_sums(output, y, *others, old=batch_sums):
 # ---- Lesson 4: evaluation (evaluate)
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
-# samples. The statistics of BatchNorm may differ between the ranks, so all of them evaluate with
-# those of rank 0. To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank
-# returns the sums of its own samples. The message shows the means of one rank, and of one process.
+# samples. The running statistics of BatchNorm differ between ranks if each has seen only its own
+# samples (--local-bn), so all of them evaluate with those of rank 0. To break it, leave out
+# `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of its own samples. The
+# message shows the means of one rank, and of one process.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -458,7 +460,7 @@ class Lesson5BatchNorm(TestCase):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """Two ranks with one value each can train, but not with --local-bn, nor can one rank."""
+        """On two ranks BatchNorm sees two. On one, or with --local-bn, it sees only one."""
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -475,12 +477,12 @@ class Lesson5BatchNorm(TestCase):
 #
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
 # plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that the lesson fails. If
-# it must also be tested without, make it a further string beside "--micro-batch-size 2" below, and
-# not a part of OPTIONS. An option that plain PyTorch cannot repeat, as --amp, gets a test of its
-# own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands in
-# COMMAND_LINES.
+# jobs without it must be tested, too, make it a further string beside "--micro-batch-size 2" below,
+# and not a part of OPTIONS. An option that plain PyTorch cannot repeat, as --amp, gets a test of
+# its own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands
+# in COMMAND_LINES.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
-NUM_SAMPLES = 47  # The last 11 do not fill a global batch of 12, and none may be repeated.
+NUM_SAMPLES = 47  # Three batches of 12. The other 11 are left out, and none is repeated.
 
 
 class Augmented(Ragged):
