@@ -5,9 +5,10 @@
 
 First come seven lessons: what data-parallel training needs and guarantees. Each compares what ranks
 do with something simpler, such as PyTorch's sampler or one process that has the whole batch. "To
-break it" names a line to change: change it, run `bash run.sh test -k Lesson3`, and undo it. Then
-come the other guarantees, by the chapters of ddp_reference.py (the lessons cover 7 and 8), and the
-programs of the README. If a test fails in a rank, read on from the line "AssertionError".
+break it" names a line to change. Predict what follows before you read it, change the line, run
+`bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read on from the line
+"AssertionError". After the lessons come the other guarantees, by the chapters of ddp_reference.py
+(the lessons cover 7 and 8), and the programs of the README.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
 yours for them, and check your own job as the README says. To test a new option, add it to OPTIONS
@@ -67,13 +68,14 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# As many ranks as there are GPUs, or two on the CPU, add up integers. Their sums are exact. So a
-# broken link between GPUs is seen here, and not as a loss that is slightly wrong. run_job() starts
-# the ranks, and each calls add_up_integers() in place of train(). (How it does so stands further
-# below, under "Helpers". You can read on without it.) To break it, leave out
-# `dist.all_reduce(total)` below, in this file. Then each rank keeps its own numbers, which are
-# wrong but for a few. (A single GPU has nothing to add up. On such a machine, start the command
-# with CUDA_VISIBLE_DEVICES= to get two ranks on the CPU.)
+# As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Their sums
+# are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
+# run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How run_job()
+# works stands further below, under "Helpers". You can read on without it.)
+#
+# To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
+# numbers, which are wrong but for a few. (A single GPU has nothing to add up. On such a machine
+# use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -99,29 +101,31 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of one order, which all ranks
-# know. This is what the first test shows. All later lessons rest on its consequence: let B be the
-# global batch size, and let each rank make batches of B / W samples. Then the first batches of all
-# ranks are together the positions 0 to B - 1, the second ones B to 2B - 1, and so on, for every W
-# that divides B. With W = 2 and B = 4, rank 0 reads 0, 2 and then 4, 6, and rank 1 reads 1, 3 and
-# then 5, 7. The test puts the samples of rank r at the positions r, r + W, ... of a list. This must
-# then equal the order that PyTorch's sampler has for a single rank. To break it, leave out
-# `+ self.rank` in DistributedSampler. Then all ranks read the samples of rank 0, and with two ranks
-# the message shows each of them twice. The second test fails, too.
+# All ranks know one order of the samples. Of W ranks, rank r reads its positions r, r + W, r + 2W
+# and so on, in batches of B / W, where B is the global batch size. With W = 2 and B = 4, rank 0
+# reads the positions 0, 2 and then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step
+# has the positions 0 to B - 1, the second one B to 2B - 1, and so on. For every W that divides B, a
+# step has the same samples. All later lessons rest on this. The first test puts together what the
+# ranks read in each step, and compares it with the order of PyTorch's sampler for a single rank.
+#
+# To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
+# rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
 class Lesson1Sampler(TestCase):
-    def test_the_ranks_read_one_order_in_turn(self):
-        """This holds on any number of ranks, and after a stop at position 12."""
+    def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
+        """In each step the ranks read the next 12 samples of one order, also after a stop."""
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
-        for world_size, samples_read in product((1, 2, 3, 4, 6, 12), (0, 12)):
-            read = [None] * (24 - samples_read)
+        expected = [sorted(order[:12]), sorted(order[12:])]
+        for world_size, steps_done in product(range(1, 5), (0, 1)):
+            loaders = []
             for rank in range(world_size):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
-                sampler.set_epoch(0, samples_read)
-                read[rank::world_size] = sampler  # This iterates over the sampler.
-                assert len(sampler) == len(read) / world_size  # Each rank has its share.
+                sampler.set_epoch(0, samples_read=12 * steps_done)
+                loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
-            assert read == order[samples_read:], f"{world_size} ranks have read {read}"
+            read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
+            assert len(loaders[0]) == len(read)
+            assert read == expected[steps_done:], f"{world_size} ranks read {read}, not {expected}"
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
         """Ours takes PyTorch's place: the same arguments, indices and attributes."""
@@ -146,9 +150,11 @@ class Lesson1Sampler(TestCase):
 # A sampler can go wrong without a word: the work is done twice, the order never changes, samples
 # are lost or repeated. Here two ranks read batches of 4 for two epochs. set_epoch is called only
 # where the title says so, and drop_last is an option of the DataLoader, not of the sampler. Explain
-# each result, and then look up the answers in the README. To break it, replace
-# `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1 of experiment 3 has
-# the order of epoch 0. The message shows the row that was read, and that of the table.
+# each result, and then look up the answers in the README.
+#
+# To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
+# of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
+# the table.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -358,13 +364,15 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # ---- Lesson 3: a step (train_step)
 # After a step every rank has the parameters of one process that had the whole batch. This holds
 # even if ranks have unequally many labels (a signal has one for each point), and if a rank computes
-# its share in parts, the micro-batches. What we want is the gradient of the mean over all labels of
-# the batch. If each rank took the mean over its own labels, a label would weigh more on a rank that
-# has few. So the losses are added up, and the gradient of this sum is divided by the number of all
-# labels. But DDP averages the gradients of the ranks: it divides their sum by the world size. So
-# train_step() also multiplies by the world size. To break it, replace `dist.get_world_size()` by 1
-# there. Then two ranks move each parameter only half as far. (The message shows only that the
-# parameters differ.)
+# its share in parts, the micro-batches.
+#
+# What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
+# over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
+# and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
+# of the ranks: it divides their sum by the world size. So train_step() also multiplies by it.
+#
+# To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
+# parameter only half as far. (The message shows only that the parameters differ.)
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -386,8 +394,8 @@ def compare_step(make_net, micro_batch_size, args, device):
 
 class Lesson3Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
-        """This holds on any number of ranks, with uneven labels and micro-batches."""
-        for world_size, micro_batch_size in ((1, 5), (2, None), (3, 1), (4, 2)):
+        """Its parameters are equal on 1 to 4 ranks, with uneven labels and micro-batches."""
+        for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
             run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
 
     def test_a_batch_without_labels_leaves_the_net_finite(self):
@@ -403,9 +411,10 @@ def batch_sums(output, y, *others, old=batch_sums):
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples. The running statistics of BatchNorm differ between ranks if each has seen only its own
-# samples (--local-bn), so all of them evaluate with those of rank 0. To break it, leave out
-# `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of its own samples. The
-# message shows the means of one rank, and of one process.
+# samples (--local-bn), so all of them evaluate with those of rank 0.
+#
+# To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of
+# its own samples. The message shows the means of one rank, and of one process.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -415,13 +424,8 @@ def loss_and_accuracy(net, dataset):
 
 
 def net_with_batch_norm():
-    """Return plain_net() between two BatchNorm layers.
-
-    The first averages its statistics over all batches, as it has no momentum. The second has no
-    weights on the CPU, where our code does the work, and has some on GPUs, where PyTorch's does.
-    """
-    layers = nn.BatchNorm1d(3, momentum=None), plain_net(), nn.BatchNorm1d(3, affine=GPUS)
-    return nn.Sequential(*layers)
+    """Return plain_net() between two BatchNorm layers."""
+    return nn.Sequential(nn.BatchNorm1d(3), plain_net(), nn.BatchNorm1d(3))
 
 
 def compare_evaluation(num_samples, args, device):
@@ -442,20 +446,21 @@ def compare_evaluation(num_samples, args, device):
 
 class Lesson4Evaluation(TestCase):
     def test_the_means_are_those_of_one_process(self):
-        """This holds on any number of ranks, even if some have fewer samples or none."""
-        for world_size, num_samples in ((1, 25), (2, 25), (3, 25), (4, 25), (4, 2)):
+        """They are equal on 1 to 4 ranks, even if some ranks have fewer samples or none."""
+        for world_size, num_samples in product(range(1, 5), (25, 2)):
             run_job(world_size, train=partial(compare_evaluation, num_samples))
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. After
-# convert_batch_norm() it sees those of all ranks, so that Lesson 3 holds for such a net, too. To
-# break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
+# convert_batch_norm() it sees those of all ranks, so that Lesson 3 holds for such a net, too.
+#
+# To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
 # one process, because no rank knows how its samples change the losses of the others. (GPUs use
-# nn.SyncBatchNorm instead. On such a machine, start the command with CUDA_VISIBLE_DEVICES=.)
+# nn.SyncBatchNorm instead. There do it on the CPU, as in Lesson 0.)
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
-        """Parameters and statistics are equal, on any number of ranks."""
+        """Parameters and running statistics are equal on 1 to 4 ranks."""
         for world_size in range(1, 5):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
@@ -469,11 +474,15 @@ class Lesson5BatchNorm(TestCase):
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
-# A job with augmentation, a warm-up, clipping and uneven labels ends with the parameters of a loop
-# in plain PyTorch: on any number of ranks, in micro-batches, with loader workers, and if it is
-# stopped and goes on with another number of ranks. To break it, leave out the line
-# `optimizer.load_state_dict(...)` in resume(). Then the momentum is lost, and the job that was
-# stopped ends with another net.
+# All lessons together: a job with augmentation, a warm-up, clipping and uneven labels ends with the
+# parameters of a loop in plain PyTorch, whatever the number of ranks. It does so because the
+# samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on this number, and
+# because the random numbers of an item follow from the seed, the epoch and its index. It also does
+# so in micro-batches, with loader workers, and if it is stopped and goes on with other ranks. Read
+# plain_loop() first: it is what the job must equal.
+#
+# To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
+# lost, and the job that was stopped ends with another net.
 #
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
 # plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that the lesson fails. If
@@ -542,7 +551,7 @@ def batch_sums(*arguments, old=batch_sums):
 
 class Lesson6NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
-        """This holds on any number of ranks, and if the job is stopped and goes on."""
+        """Its net is equal on 1 to 4 ranks, and if it is stopped and goes on with other ranks."""
         # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2. (A
         # step is 12/47 of an epoch. A run ends before the first step at or after stop_after.)
         stopped = [Run(4, stop_after=0.5), Run(3, stop_after=1.2), Run(2)]
@@ -708,7 +717,7 @@ SeededItems.__getitem__ = get_item
         assert len(set(drawn)) == len(drawn) == 32, f"these are not 32 different numbers: {drawn}"
 
     def test_all_printed_numbers_are_those_of_the_job(self):
-        """This holds after a stop, too. Only rank 0 prints."""
+        """They are so after a stop, too. Only rank 0 prints."""
         # With a learning rate of 0 the net stays what it is, and its numbers are known. There is no
         # folder `no`, so the path of the checkpoint works only because main() resolves it.
         means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
@@ -895,17 +904,13 @@ def write_readme_programs():
             print(f"wrote {name}")
 
 
-def run_readme_program(name):
-    """On a rank, in place of main(): run a program of the README."""
-    if int(os.environ["WORLD_SIZE"]) > GPUS:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The ranks need a GPU each.
-    exec(readme_programs()[name], {"__name__": "__main__"})
-
-
 def readme_program_lines(name, world_size):
     """Return the lines that a program of the README prints on so many ranks, but not its speed."""
+    # Where there are fewer GPUs than ranks, the program must not see them.
+    edit = "" if world_size <= GPUS else 'os.environ["CUDA_VISIBLE_DEVICES"] = ""'
+    main = partial(exec, readme_programs()[name], {"__name__": "__main__"})
     # Only my_job.py reads the options.
-    lines, *_ = run_job(world_size, "--epochs 3 --lr 0.1", main=partial(run_readme_program, name))
+    lines, *_ = run_job(world_size, "--epochs 3 --lr 0.1", edit, main=main)
     return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", lines)
 
 
@@ -957,13 +962,14 @@ class ReadmePrograms(TestCase):
         # something else.
         intact = path.read_bytes()
         contents = [intact[:76800], intact[:76800] + b"?" * 2000]
-        # The first file lacks y, the second one has links and the third one sparse files.
-        for names, kind in (("x", b"0"), ("xy", tarfile.SYMTYPE), ("xy", tarfile.GNUTYPE_SPARSE)):
+        # Beside x or y, the other one is a folder (which does not count), a link or a sparse file.
+        kinds = tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE
+        for kind, (plain, odd) in product(kinds, ("xy", "yx")):
             with tarfile.open(path, "w") as tar:
-                for name in names:
-                    member = tarfile.TarInfo(f"a.{name}.npy")
-                    member.type = kind
-                    tar.addfile(member)
+                tar.addfile(tarfile.TarInfo(f"a.{plain}.npy"))
+                member = tarfile.TarInfo(f"a.{odd}.npy")
+                member.type = kind
+                tar.addfile(member)
             contents.append(path.read_bytes())
         for content in contents:
             path.write_bytes(content)
@@ -1105,7 +1111,7 @@ class faulthandler:
         )
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
-        """This holds even if it ignores Ctrl-C, as after &, and if a loader worker is stuck."""
+        """None is left even if it ignores Ctrl-C, as after &, or if a loader worker is stuck."""
         out, _ = wait_for(start_slow_scripts()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
         for signal_number, status, sigint in (
