@@ -3,12 +3,16 @@
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
     bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
 
-First come seven lessons: what data-parallel training needs and guarantees. Each compares what ranks
-do with something simpler, such as PyTorch's sampler or one process that has the whole batch. "To
-break it" names a line to change. Predict what follows before you read it, change the line, run
-`bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read on from the line
-"AssertionError". After the lessons come the other guarantees, by the chapters of ddp_reference.py
-(the lessons cover 7 and 8), and the programs of the README.
+First come seven lessons: what data-parallel training needs and guarantees. The docstring of
+ddp_reference.py explains their words, such as rank, world size, global batch and all-reduce. Each
+lesson compares what ranks do with something simpler, such as PyTorch's sampler or one process that
+has the whole batch. Nets and losses are compared up to rounding, because ranks add the same numbers
+in another order. "To break it" names a line of ddp_reference.py. Cover the rest of that paragraph
+and predict what follows, change the line, run `bash run.sh test -k Lesson3`, and undo the change.
+If a test fails in a rank, read from the last "Traceback" on.
+
+After the lessons come the other guarantees, by the chapters of ddp_reference.py (the lessons cover
+7 and 8), among them the programs of the README.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
 yours for them, and check your own job as the README says. To test a new option, add it to OPTIONS
@@ -70,12 +74,14 @@ def setUpModule():
 # ---- Lesson 0: the machine (torch.distributed)
 # As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Their sums
 # are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
-# run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How run_job()
-# works stands further below, under "Helpers". You can read on without it.)
+# (If the ranks cannot reach each other, they hang. After 60 seconds each prints where it waits, and
+# the test fails.) run_job() starts the ranks, and each calls add_up_integers() in place of train().
+# How run_job() works stands further below, under "Helpers". You can read on without it.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, which are wrong but for a few. (A single GPU has nothing to add up. On such a machine
-# use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.)
+# numbers, and of 262144 all are wrong. (On rank 1 the first one is right by chance.) A single GPU
+# has nothing to add up. On such a machine use two ranks on the CPU:
+# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -104,9 +110,13 @@ class Lesson0Machine(TestCase):
 # All ranks know one order of the samples. Of W ranks, rank r reads its positions r, r + W, r + 2W
 # and so on, in batches of B / W, where B is the global batch size. With W = 2 and B = 4, rank 0
 # reads the positions 0, 2 and then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step
-# has the positions 0 to B - 1, the second one B to 2B - 1, and so on. For every W that divides B, a
-# step has the same samples. All later lessons rest on this. The first test puts together what the
-# ranks read in each step, and compares it with the order of PyTorch's sampler for a single rank.
+# has the positions 0 to B - 1, the second one B to 2B - 1, and so on. A step has the same samples
+# for every W that divides B. Lesson 6 rests on this.
+#
+# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then the
+# ranks that there are now share the rest of the order. The first test puts together what all ranks
+# read in each step, and compares it with the order of PyTorch's sampler for a single rank. (Both
+# are sorted, because within a step the order does not matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
 # rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
@@ -124,7 +134,7 @@ class Lesson1Sampler(TestCase):
                 loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
-            assert len(loaders[0]) == len(read)
+            assert len(loaders[0]) == len(read)  # The length counts the steps that are left.
             assert read == expected[steps_done:], f"{world_size} ranks read {read}, not {expected}"
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
@@ -138,19 +148,19 @@ class Lesson1Sampler(TestCase):
                 # All arguments of the samplers in their order. The seed is 7.
                 arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
                 ours = ddp.DistributedSampler(*arguments)
-                torchs = TorchSampler(*arguments)
+                theirs = TorchSampler(*arguments)
 
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
-                assert f"{list(ours)}" == f"{list(torchs)}", f"the indices differ for {arguments}"
+                assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(torchs).items() <= vars(ours).items(), f"one of {vars(ours)} differs"
+                assert vars(theirs).items() <= vars(ours).items(), f"one of {vars(ours)} differs"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A sampler can go wrong without a word: the work is done twice, the order never changes, samples
 # are lost or repeated. Here two ranks read batches of 4 for two epochs. set_epoch is called only
 # where the title says so, and drop_last is an option of the DataLoader, not of the sampler. Explain
-# each result, and then look up the answers in the README.
+# each result, and then look up the answers in the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
 # of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
@@ -200,14 +210,14 @@ def experiments(sampler_class):
                 if "set_epoch" in title:
                     sampler.set_epoch(epoch)
                 batches = " ".join(f"{batch.tolist()}" for batch in loader)
-                line += f"   {batches.replace(', ', ','):19}"
+                line += f"   {batches.replace(', ', ','):19}"  # as wide as two batches
             yield line.rstrip()
 
 
 class Lesson2Experiments(TestCase):
     def test_both_samplers_make_the_batches_of_the_readme(self):
         """PyTorch's sampler and ours read what the table shows. Ours warns of a second pass."""
-        assert EXPERIMENTS in README
+        assert EXPERIMENTS in README  # It shows this very table.
         _, _, *table = EXPERIMENTS.splitlines()
         with self.assertWarnsRegex(UserWarning, "order was read before: call set_epoch"):
             for sampler_class in (TorchSampler, ddp.DistributedSampler):
@@ -217,16 +227,21 @@ class Lesson2Experiments(TestCase):
 
 # ------------------------------------------------------------------------------------------------
 # Helpers. To follow the lessons you need only this comment.
-# - run_job(3, options) runs a job on three ranks, and returns what each has printed. With
-#   train=function, each rank calls function(args, device) in place of train(). With edit=text, each
-#   rank first executes this text inside the module ddp_reference, as if you had edited the file. A
-#   function in the text takes the place of the old one, and can still call it, as in
-#   `def f(x, *others, old=f)`. `*others` lets the edit work if your copy has more arguments.
+# - run_job(3, options) runs a job on three ranks, and returns what each has printed. It raises an
+#   exception if a rank does. With train=function, each rank calls function(args, device) in place
+#   of train(). With edit=text, each rank first executes this text inside the module ddp_reference,
+#   as if you had edited the file. A function in the text takes the place of the old one, and can
+#   still call it, as in `def f(x, *others, old=f)`. `*others` lets the edit work if your copy has
+#   more arguments.
+# - SMALL are the options of a small job. If an option is given twice, the later one counts.
 # - net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job that is stopped on
-#   four ranks after half an epoch, and goes on with two.
-# - share(x) is the part of x that this rank has, and whole_batch(dataset) is one batch of all.
+#   four ranks after half an epoch, and goes on with two. In the first epoch its learning rate
+#   grows, by warm_up().
+# - share(x) is the part of x that this rank has: every world_size-th item, as in Lesson 1.
+# - whole_batch(dataset) is one batch of all samples.
 # - The samples of Ragged have unequally many labels, and plain_net() has no BatchNorm.
-# - assert_close(a, b, sentence) compares numbers or tensors up to rounding.
+# - assert_close(a, b, sentence) compares numbers or tensors up to rounding. If they differ, the
+#   message ends with the sentence.
 # Go on at Lesson 3, and come back when you want to know how they work.
 def be_rank(rank, world_size, port, options, edit, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
@@ -362,14 +377,19 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
-# After a step every rank has the parameters of one process that had the whole batch. This holds
-# even if ranks have unequally many labels (a signal has one for each point), and if a rank computes
-# its share in parts, the micro-batches.
+# After a step every rank has the parameters that one process would have if it had taken the step
+# with the whole batch. This holds even if ranks have unequally many labels (a signal has one for
+# each point), and if a rank computes its share in parts, the micro-batches.
 #
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
 # and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
 # of the ranks: it divides their sum by the world size. So train_step() also multiplies by it.
+#
+# For example, let rank 0 have one label, with loss 6, and rank 1 three labels, with loss 2 each.
+# The mean is 12 / 4 = 3, but the mean of the two ranks' means is (6 + 2) / 2 = 4. With sums, each
+# rank has 6, and the average of the ranks is (6 + 6) / 2 = 6. Times 2 ranks, and divided by 4
+# labels, this is 3. With gradients in place of losses it is the same.
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
 # parameter only half as far. (The message shows only that the parameters differ.)
@@ -399,7 +419,7 @@ class Lesson3Step(TestCase):
             run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
 
     def test_a_batch_without_labels_leaves_the_net_finite(self):
-        """Its gradient is 0, not 0 / 0, which would make save_checkpoint() refuse the net."""
+        """Its gradient is 0. If it were 0 / 0, save_checkpoint() would raise an exception."""
         edit = """
 def batch_sums(output, y, *others, old=batch_sums):
     return old(output, torch.full_like(y, -100), *others)
@@ -410,8 +430,13 @@ def batch_sums(output, y, *others, old=batch_sums):
 # ---- Lesson 4: evaluation (evaluate)
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
-# samples. The running statistics of BatchNorm differ between ranks if each has seen only its own
-# samples (--local-bn), so all of them evaluate with those of rank 0.
+# samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
+# all-reduce after the loop adds up those of all ranks. Within the loop no rank waits for another,
+# because that one may have no batch left.
+#
+# BatchNorm evaluates with the running mean and variance of what it saw in training. If each rank
+# has seen only its own samples (--local-bn), these differ. So all ranks evaluate with those of
+# rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of
 # its own samples. The message shows the means of one rank, and of one process.
@@ -438,7 +463,7 @@ def compare_evaluation(num_samples, args, device):
     batches = DataLoader(Ragged(num_samples), 4, sampler=share(range(num_samples)))
     sums = ddp.evaluate(net, batches)
 
-    assert not net.training
+    assert not net.training  # evaluate() leaves it in eval mode.
     means = (sums[1:] / sums[0]).tolist()
     what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has the means {means}"
     assert_close(means, expected, f"{what}, but one process with all samples has {expected}")
@@ -453,11 +478,13 @@ class Lesson4Evaluation(TestCase):
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. After
-# convert_batch_norm() it sees those of all ranks, so that Lesson 3 holds for such a net, too.
+# convert_batch_norm() it sees those of all ranks, so that Lesson 3 holds for such a net, too. But
+# then each sample affects the losses of all ranks. So in the backward pass sum_over_ranks() adds up
+# its gradients over the ranks.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
 # one process, because no rank knows how its samples change the losses of the others. (GPUs use
-# nn.SyncBatchNorm instead. There do it on the CPU, as in Lesson 0.)
+# nn.SyncBatchNorm instead. There run `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.)
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -465,7 +492,7 @@ class Lesson5BatchNorm(TestCase):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """On two ranks BatchNorm sees two. On one, or with --local-bn, it sees only one."""
+        """Of two ranks with one value each, BatchNorm sees both values, but not with --local-bn."""
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -475,23 +502,19 @@ class Lesson5BatchNorm(TestCase):
 
 # ---- Lesson 6: the number of ranks, and stops (train)
 # All lessons together: a job with augmentation, a warm-up, clipping and uneven labels ends with the
-# parameters of a loop in plain PyTorch, whatever the number of ranks. It does so because the
-# samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on this number, and
-# because the random numbers of an item follow from the seed, the epoch and its index. It also does
-# so in micro-batches, with loader workers, and if it is stopped and goes on with other ranks. Read
-# plain_loop() first: it is what the job must equal.
+# parameters of a loop in plain PyTorch, on any number of ranks that divides the global batch. It
+# also does so in micro-batches, with loader workers, and if it is stopped and goes on with other
+# ranks. This follows from what was shown before: neither the samples of a step (Lesson 1) nor its
+# gradient (3) nor BatchNorm (5) depend on the number of ranks. And the random numbers of an item
+# follow from the seed, the epoch and the index, whichever rank reads it.
+#
+# Read plain_loop() first: it is what the job must equal. In the job, each label also has a weight
+# of 0.001 (WEIGHTS). This must not change the net, because the mean divides by the sum of weights.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
 # lost, and the job that was stopped ends with another net.
-#
-# To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
-# plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that the lesson fails. If
-# jobs without it must be tested, too, make it a further string beside "--micro-batch-size 2" below,
-# and not a part of OPTIONS. An option that plain PyTorch cannot repeat, as --amp, gets a test of
-# its own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands
-# in COMMAND_LINES.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
-NUM_SAMPLES = 47  # Three batches of 12. The other 11 are left out, and none is repeated.
+NUM_SAMPLES = 47  # Three batches of 12. Each epoch leaves out 11 samples.
 
 
 class Augmented(Ragged):
@@ -518,7 +541,7 @@ def make_augmented_task(args, device):
 def plain_loop(args, device):
     """In place of train(), on one rank: do in plain PyTorch what a job with OPTIONS must do.
 
-    Only the seeding is ours, because otherwise the random numbers could not be the same.
+    Besides the task only the seeding is ours, because the random numbers must be the same.
     """
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(args, device)
@@ -543,8 +566,6 @@ def plain_loop(args, device):
 
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
-    # A task may add up weights of labels in place of counting them. If all are 0.001, the net must
-    # be the same.
     return old(*arguments) / 1000
 """
 
@@ -562,6 +583,14 @@ class Lesson6NumberOfRanks(TestCase):
                 net = net_after(options, runs, edit=WEIGHTS, make_task=make_augmented_task)
                 what = f"A job {options} has another net than the plain loop after {runs}"
                 assert_close(net, expected, what)
+
+
+# To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
+# plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that Lesson 6 fails. If
+# jobs without it must be tested, too, make it a further string beside "--micro-batch-size 2", and
+# not a part of OPTIONS. An option that plain PyTorch cannot repeat, such as --amp, gets a test of
+# its own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands
+# in COMMAND_LINES.
 
 
 # ------------------------------------------------------------------------------------------------
