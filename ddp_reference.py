@@ -452,8 +452,9 @@ def save_checkpoint(path, identity, net, optimizer, progress):
     """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
 
     identity: a text that resume() compares. progress: what resume() returns. Raises
-    FloatingPointError if the net holds a number that is not finite, and BlockingIOError while
-    another job writes the file. Then the file stays as it was.
+    FloatingPointError if the net holds a number that is not finite (so register a mask of -inf with
+    persistent=False), and BlockingIOError while another job writes the file. Then the file stays as
+    it was.
     """
     state = net.state_dict()
     if not all(tensor.isfinite().all() for tensor in state.values()):
