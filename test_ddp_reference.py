@@ -3,12 +3,12 @@
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
     bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
 
-First come seven lessons: what data-parallel training needs and guarantees. The docstring of
-ddp_reference.py explains their words, such as rank, world size, global batch and all-reduce. Each
-lesson compares what ranks do with something simpler, such as PyTorch's sampler or one process that
-has the whole batch. Nets and losses are compared up to rounding, because ranks add the same numbers
-in another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover
-the rest of that paragraph and predict what follows, change the line, run, for example,
+First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
+Its docstring explains the words, such as rank, world size, global batch and all-reduce. Each lesson
+compares what ranks do with something simpler, such as PyTorch's sampler or one process that has the
+whole batch. Nets and losses are compared up to rounding, because ranks add the same numbers in
+another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the
+rest of that paragraph and predict what follows, change the line, run, for example,
 `bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from the last
 "Traceback" on.
 
@@ -75,14 +75,19 @@ def setUpModule():
 # ---- Lesson 0: the machine (torch.distributed)
 # As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Their sums
 # are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
-# (If the ranks cannot reach each other, they hang. After a minute or so each prints where it waits,
-# and the test fails.) run_job() starts the ranks, and each calls add_up_integers() in place of
-# train(). How run_job() works stands further below, under "Helpers". You can read on without it.
+# Rank r has the integers 0, 1, 2 and so on, plus r. So two ranks must get i + (i + 1) at index i,
+# and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64 MB were
+# added up. If the ranks cannot reach each other, they hang. After a minute or so each prints where
+# it waits, and the test fails.
+#
+# run_job() starts the ranks, and each calls add_up_integers() in place of train(). How run_job()
+# works stands further below, under "Helpers". You can read on without it. A single GPU has nothing
+# to add up. On such a machine use two ranks on the CPU:
+# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, and of 262144 all are wrong. (On rank 1 of 2 the first is right by chance: 0 + 1 is also
-# the sum of 0 and 1.) A single GPU has nothing to add up. On such a machine use two ranks on the
-# CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
+# numbers, and of 262144 all are wrong. (On rank 1 of 2 the first is right by chance: for i = 0 both
+# i + 1 and the sum i + (i + 1) are 1.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -95,7 +100,8 @@ def add_up_integers(args, device):
         began = time.perf_counter()
         dist.all_reduce(total)
         wrong = (total != expected).sum().item()
-        # On a GPU only .item() waits for the sum, so the clock is read after it.
+        # On a GPU only .item() waits for the sum, so the clock is read after it. This includes the
+        # comparison, so the rate is at least the one that is printed.
         seconds = time.perf_counter() - began
         assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
     print(f"rank {rank} of {world_size} added up 64 MB, at least {64 / seconds:.0f} MB/s, {device}")
@@ -110,16 +116,19 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# All ranks know one order of the samples. Of W ranks, rank r reads the positions r, r + W, r + 2W
-# and so on of this order, in batches of B / W, where B is the global batch size. With B = 4 and
-# W = 2, rank 0 reads the positions 0, 2 and then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So
-# the first step has the positions 0 to B - 1, the second one B to 2B - 1, and so on. A step has the
-# same samples for every W that divides B. Lesson 6 rests on this.
+# All ranks draw the same order of the samples, because they start from the same seed + epoch. So no
+# rank has to ask another one. set_epoch() tells the sampler the epoch.
 #
-# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then the
-# ranks that there are now share the rest of the order. The first test puts together what all ranks
-# read in each step, and compares it with the order of PyTorch's sampler for a single rank. (Both
-# are sorted, because within a step the order does not matter.)
+# Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
+# B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
+# then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step has the positions 0 to B - 1,
+# the second one B to 2B - 1, and so on. A full step has the same samples for every W that divides
+# B. Lesson 6 rests on this.
+#
+# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then its
+# ranks, which may now be more or fewer, share the rest of the order. The first test puts together
+# what all ranks read in each step, and compares it with the order of PyTorch's sampler for a single
+# rank. (Both are sorted, because within a step the order does not matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
 # rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
@@ -129,7 +138,7 @@ class Lesson1Sampler(TestCase):
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
         for world_size, steps_done in product(range(1, 5), (0, 1)):
-            expected = [sorted(order[:12]), sorted(order[12:])][steps_done:]
+            expected = [sorted(order[:12]), sorted(order[12:])][steps_done:]  # the steps left
             loaders = []
             for rank in range(world_size):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
@@ -137,7 +146,7 @@ class Lesson1Sampler(TestCase):
                 loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
-            assert len(loaders[0]) == len(read)  # The length counts the steps that are left.
+            assert len(loaders[0]) == len(read)  # The length, too, counts the steps left.
             assert read == expected, f"{world_size} ranks read {read}, not {expected}"
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
@@ -160,12 +169,12 @@ class Lesson1Sampler(TestCase):
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# A sampler can go wrong without a word: work is done twice, the order never changes, or samples are
-# lost or repeated. Here two ranks read batches of 4 for two epochs. set_epoch is called only where
-# the title says so, and drop_last is an option of the DataLoader, not of the sampler. Which of
-# these faults does each experiment show? In 4 to 7, count the samples that each rank gets, and the
-# batches that they fill. Then look up the answers in the README, under "Which samples a rank
-# reads".
+# A job can read wrongly without a word: work is done twice, the order never changes, samples are
+# lost or repeated, or a step is too small. Here each of two ranks reads batches of 4, so a full
+# step has 8 samples, for two epochs. set_epoch is called only where the title says so, and
+# drop_last is an option of the DataLoader, not of the sampler. Which of these faults does each
+# experiment show? (One shows none. From 4 on, look at the number of samples.) Then look up the
+# answers in the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
 # of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
@@ -384,8 +393,9 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # ---- Lesson 3: a step (train_step)
 # After a step every rank has the parameters that one process would have if it had taken the step
 # with the whole batch. This holds even if ranks have unequally many labels (a signal has one for
-# each point), and if a rank computes its share in parts, the micro-batches. The net has no
-# BatchNorm here. Lesson 5 adds it, but not in micro-batches, as a layer would see only one of them.
+# each point, but some are ignored), and if a rank computes its share in parts, the micro-batches.
+# The net has no BatchNorm here. Lesson 5 adds it, but not in micro-batches, as a layer would see
+# only one of them.
 #
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
@@ -395,7 +405,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
 # ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same.
+# gradients in place of losses it is the same. (If there are no labels at all, this would be 0 / 0.
+# The second test has such batches.)
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
 # parameter only half as far. (The message shows only that the parameters differ.)
@@ -445,9 +456,11 @@ def batch_sums(output, y, *others, old=batch_sums):
 # rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of
-# its own samples. The message shows the means of one rank, and of one process. Or replace
-# `dist.broadcast(buffer, src=0)` by `pass`. Then each rank has used its own statistics, and the
-# means are wrong on all ranks.
+# its own samples. The message shows the means of one rank, and of one process.
+#
+# To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`. Then each rank uses
+# its own statistics. As the sums of all ranks are added up, loss and accuracy are wrong on all
+# ranks, also on rank 0.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -493,15 +506,18 @@ class Lesson4Evaluation(TestCase):
 #
 # But then a value of rank 0 moves the mean, and with it the results and the loss of rank 1. Rank 1
 # computes this part of the value's gradient, and rank 0 needs it. So in the backward pass
-# sum_over_ranks() adds up, for each value, the gradients that all ranks have computed.
+# sum_over_ranks() adds up, for each value, the gradients that all ranks have computed. (DDP does
+# not do this. It averages the gradients of parameters, which all ranks have, and a value belongs to
+# one rank.)
 #
-# The second test shows the same from outside. PyTorch refuses to normalize a single value. If two
-# ranks have one value each, it has no reason to.
+# The second test shows without any gradient that a layer sees the values of all ranks: PyTorch
+# refuses to normalize a single value. If two ranks have one value each, it has no reason to.
+#
+# GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
+# on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
-# one process, because no rank knows how its samples change the losses of the others. (GPUs use
-# nn.SyncBatchNorm. On a machine that has some, do this on the CPU:
-# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.)
+# one process, because no rank knows how its samples change the losses of the others.
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -525,13 +541,14 @@ class Lesson5BatchNorm(TestCase):
 # 1), its gradient (3) and BatchNorm (5) do not depend on the number of ranks. And the random
 # numbers of an item follow from the seed, the epoch and the index, whichever rank reads it.
 #
-# Read plain_loop() first: it is what the job must equal. The job differs from it in one thing.
-# WEIGHTS divides by 1000 all that batch_sums() returns, as if each label had the weight 0.001. A
-# sum of losses is then divided by a sum of weights, so the net must stay the same. It would not if
-# train_step() counted the labels itself, or divided by at least 1.
+# Read plain_loop() first: it is what the job must equal. It knows nothing of ranks, shares,
+# micro-batches or checkpoints.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
 # lost, and the job that was stopped ends with another net.
+#
+# To break it in another way, replace `samples_read` by 0 in `set_epoch(epoch, samples_read)` in
+# train(). Then a job that was stopped reads the first samples of the epoch again.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12. Each epoch leaves out 11 samples.
 
@@ -560,7 +577,7 @@ def make_augmented_task(args, device):
 def plain_loop(args, device):
     """In place of train(), on one rank: do in plain PyTorch what a job with OPTIONS must do.
 
-    Besides the task only the seeding is ours, because the random numbers must be the same.
+    Besides the task and warm_up() only the seeding is ours: the random numbers must be the same.
     """
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(args, device)
@@ -583,6 +600,9 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
+# The job runs with this edit, which must change nothing: all that batch_sums() returns is divided
+# by 1000, as if each label had the weight 0.001. A sum of losses over a sum of weights is the same
+# mean. (It would not be if train_step() counted labels itself, or never divided by less than 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
@@ -613,9 +633,9 @@ class Lesson6NumberOfRanks(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Above is what data-parallel training guarantees. Below are the other guarantees, by chapters: what
-# is refused, printed and saved, and how the processes end. Many tests edit ddp_reference.py as you
-# may edit your copy, by run_job(2, options, edit).
+# Above is what every data-parallel training should guarantee. Below are the other guarantees, by
+# chapters: what is refused, printed and saved, and how the processes end. Many tests edit
+# ddp_reference.py as you may edit your copy, by run_job(2, options, edit).
 
 # ---- Chapter 1: the options
 # Each line has options, blanks, "| " and a regular expression. main() must refuse the options with
@@ -966,12 +986,12 @@ class ReadmePrograms(TestCase):
     def test_each_step_from_one_gpu_to_many_is_needed(self):
         """With all five changes two processes print the lines of one. Without one they do not.
 
-        (The first cannot be left out. The lines of my_job.py do not depend on the ranks either.)
+        The first cannot be left out. my_job.py, too, prints the same on one process and on two.
         """
         one = readme_program_lines("one.py", 1)
         self.assertEqual(readme_program_lines("my_job.py", 2), readme_program_lines("my_job.py", 1))
         for name in readme_programs():
-            if re.match("many|still|dp", name):
+            if re.match("many|still|dp", name):  # These print what one.py prints.
                 self.assertEqual(readme_program_lines(name, 2), one, name)
             if name.startswith("without"):
                 lines = readme_program_lines(name, 2)
