@@ -9,10 +9,10 @@ samples: each rank computes the gradient of its own share, and DistributedDataPa
 averages the gradients over the ranks. Then all ranks take the same optimizer step, so their copies
 stay equal.
 
-More ranks make a training faster, and change its result only by rounding. The exceptions are
-dropout, --local-bn, and BatchNorm with --micro-batch-size (see the README). A job that was killed
-goes on if it is started again with the same --checkpoint, on any number of ranks that divides the
-global batch.
+The number of ranks changes the speed of a training, but its result only by rounding. The exceptions
+are dropout, --local-bn, and BatchNorm with --micro-batch-size (see the README). A job that was
+killed goes on if it is started again with the same --checkpoint, on any number of ranks that
+divides the global batch.
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
