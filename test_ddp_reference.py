@@ -12,8 +12,8 @@ rest of that paragraph and predict what follows, change the line, run, for examp
 `bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from the last
 "Traceback" on.
 
-After the lessons come the other guarantees, by the chapters of ddp_reference.py (the lessons cover
-7 and 8), among them the programs of the README.
+After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
+then the programs of the README and the processes. Chapters 7 and 8 have no part of their own.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
 yours for them, and check your own job as the README says. To test a new option, add it to OPTIONS
@@ -77,8 +77,8 @@ def setUpModule():
 # are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
 # Rank r has the integers 0, 1, 2 and so on, plus r. So two ranks must get i + (i + 1) at index i,
 # and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64 MB were
-# added up. If the ranks cannot reach each other, they hang. After a minute or so each prints where
-# it waits, and the test fails.
+# added up. If the ranks cannot reach each other, the test fails, by an error or after a minute.
+# Then each rank prints where it waits.
 #
 # run_job() starts the ranks, and each calls add_up_integers() in place of train(). How run_job()
 # works stands further below, under "Helpers". You can read on without it. A single GPU has nothing
@@ -86,8 +86,8 @@ def setUpModule():
 # `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, and of 262144 all are wrong. (On rank 1 of 2 the first is right by chance: for i = 0 both
-# i + 1 and the sum i + (i + 1) are 1.)
+# numbers, and of 262144 all are wrong, or 262143. (On rank 1 of 2 the first is right by chance: for
+# i = 0 both i + 1 and the sum i + (i + 1) are 1.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -116,8 +116,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# All ranks draw the same order of the samples, because they start from the same seed + epoch. So no
-# rank has to ask another one. set_epoch() tells the sampler the epoch.
+# All ranks draw the same order of the samples, because each shuffles with the same seed, which is
+# seed + epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
 #
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
 # B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
@@ -132,22 +132,27 @@ class Lesson0Machine(TestCase):
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
 # rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
+#
+# To break it in another way, leave out `self.samples_read +` there. Then a job that goes on reads
+# the epoch from its start. This fails even on one rank, which reads two steps where one is left.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         """In each step the ranks read the next 12 samples of one order, also after a stop."""
         dataset = range(24)
         order = list(TorchSampler(dataset, num_replicas=1, rank=0))
         for world_size, steps_done in product(range(1, 5), (0, 1)):
-            expected = [sorted(order[:12]), sorted(order[12:])][steps_done:]  # the steps left
+            # An epoch has two steps. After a stop only the second one is left.
+            expected = [sorted(order[:12]), sorted(order[12:])][steps_done:]
             loaders = []
             for rank in range(world_size):
                 sampler = ddp.DistributedSampler(dataset, world_size, rank)
                 sampler.set_epoch(0, samples_read=12 * steps_done)
                 loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
+            # zip() takes a batch of each rank. Together they are a step.
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
-            assert len(loaders[0]) == len(read)  # The length, too, counts the steps left.
             assert read == expected, f"{world_size} ranks read {read}, not {expected}"
+            assert len(loaders[0]) == len(read)  # A loader knows how many steps are left.
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
         """Ours takes PyTorch's place: the same arguments, indices and attributes."""
@@ -169,12 +174,13 @@ class Lesson1Sampler(TestCase):
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# A job can read wrongly without a word: work is done twice, the order never changes, samples are
-# lost or repeated, or a step is too small. Here each of two ranks reads batches of 4, so a full
+# A job can read wrongly without a message: work is done twice, the order never changes, samples
+# are lost or repeated, or a step is too small. Here each of two ranks reads batches of 4, so a full
 # step has 8 samples, for two epochs. set_epoch is called only where the title says so, and
 # drop_last is an option of the DataLoader, not of the sampler. Which of these faults does each
-# experiment show? (One shows none. From 4 on, look at the number of samples.) Then look up the
-# answers in the README, under "Which samples a rank reads".
+# experiment show? (One shows none. 4 and 5 are two runs each. From 4 on, forget the order, and
+# count: which samples are read, how often, and how many are in a step?) Then look up the answers in
+# the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
 # of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
@@ -232,7 +238,8 @@ class Lesson2Experiments(TestCase):
     def test_both_samplers_make_the_batches_of_the_readme(self):
         """PyTorch's sampler and ours read what the table shows. Ours warns of a second pass."""
         assert EXPERIMENTS in README  # It shows this very table.
-        _, _, *table = EXPERIMENTS.splitlines()
+        _, _, *table = EXPERIMENTS.splitlines()  # without the head
+        # Ours warns where an order is read twice, as in experiment 2. PyTorch's never does.
         with self.assertWarnsRegex(UserWarning, "order was read before: call set_epoch"):
             for sampler_class in (TorchSampler, ddp.DistributedSampler):
                 for line, shown in zip(experiments(sampler_class), table):
@@ -410,16 +417,22 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
 # parameter only half as far. (The message shows only that the parameters differ.)
+#
+# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: the gradient
+# of a batch without labels is 0 times infinity, which is NaN, and the net that it makes is refused
+# when it is to be saved.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
     Lesson 5 uses this, too, with a net that has BatchNorm layers to convert.
     """
+    # One process, in plain PyTorch, with the whole batch.
     x, y = whole_batch(Ragged(12))
     expected = make_net()
     F.cross_entropy(expected(x), y).backward()
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
+    # This rank, with its share of the same batch, and an equal net.
     net = ddp.convert_batch_norm(make_net().to(device))  # for Lesson 5
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
     model = nn.parallel.DistributedDataParallel(net)
@@ -433,10 +446,11 @@ class Lesson3Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         """Its parameters are equal on 1 to 4 ranks, with uneven labels and micro-batches."""
         for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
+            # partial() gives the first two arguments, and each rank the others, args and device.
             run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
 
     def test_a_batch_without_labels_leaves_the_net_finite(self):
-        """Its gradient is 0. If it were 0 / 0, save_checkpoint() would refuse a net of NaN."""
+        """Its gradient is 0. A label of -100 means that there is none."""
         edit = """
 def batch_sums(output, y, *others, old=batch_sums):
     return old(output, torch.full_like(y, -100), *others)
@@ -485,8 +499,9 @@ def compare_evaluation(num_samples, args, device):
     sums = ddp.evaluate(net, batches)
 
     assert not net.training  # evaluate() leaves it in eval mode.
+    # The sums are the number of labels, the sum of their losses, and the number of right answers.
     means = (sums[1:] / sums[0]).tolist()
-    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has the means {means}"
+    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has loss and accuracy {means}"
     assert_close(means, expected, f"{what}, but one process with all samples has {expected}")
 
 
@@ -504,20 +519,26 @@ class Lesson4Evaluation(TestCase):
 # -1, -1, 1 and 1. After convert_batch_norm() each rank sees all four, too, and keeps its own two
 # results. So Lesson 3 holds for such a net.
 #
-# But then a value of rank 0 moves the mean, and with it the results and the loss of rank 1. Rank 1
-# computes this part of the value's gradient, and rank 0 needs it. So in the backward pass
-# sum_over_ranks() adds up, for each value, the gradients that all ranks have computed. (DDP does
-# not do this. It averages the gradients of parameters, which all ranks have, and a value belongs to
-# one rank.)
+# But then a value of rank 0 also changes the loss of rank 1. If one of the four values rises by 4,
+# the mean rises by 1, and so each result of rank 1 falls (before the division by 1). So the
+# gradient of this value has two parts, one from the loss of rank 0 and one from that of rank 1.
+# Each rank computes the part of its own loss, and in the backward pass sum_over_ranks() adds up the
+# parts. (DDP does not do this. It averages the gradients of parameters, which all ranks have, and a
+# value belongs to one rank.)
 #
-# The second test shows without any gradient that a layer sees the values of all ranks: PyTorch
-# refuses to normalize a single value. If two ranks have one value each, it has no reason to.
+# The second test shows without a look at gradients that a layer sees the values of all ranks:
+# PyTorch refuses to normalize a single value. If two ranks have one value each, it has no reason
+# to.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
 # one process, because no rank knows how its samples change the losses of the others.
+#
+# To break it in another way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
+# Then the job does not convert its net, and the second test fails with PyTorch's message. (The
+# first test converts the net itself.)
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -526,7 +547,8 @@ class Lesson5BatchNorm(TestCase):
 
     def test_one_value_per_channel_is_refused_by_pytorch(self):
         """Of two ranks with one value each, BatchNorm sees both values, but not with --local-bn."""
-        small = f"{SMALL} --length 1 --global-batch-size"  # The size follows below.
+        # A signal of length 1 is one value per channel. The size of the batch follows below.
+        small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
             with self.assertRaisesRegex(mp.ProcessRaisedException, "more than 1 value per channel"):
@@ -534,12 +556,12 @@ class Lesson5BatchNorm(TestCase):
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
-# All lessons together: a job with augmentation, a warm-up, clipping and uneven labels ends with the
-# parameters of a loop in plain PyTorch, on any number of ranks that divides the global batch. It
-# also does so in micro-batches (without BatchNorm), with loader workers, and if it is stopped and
-# goes on with other ranks. This follows from what was shown before: the samples of a step (Lesson
-# 1), its gradient (3) and BatchNorm (5) do not depend on the number of ranks. And the random
-# numbers of an item follow from the seed, the epoch and the index, whichever rank reads it.
+# Lessons 1, 3 and 5 together: a job with augmentation, a warm-up, clipping and uneven labels ends
+# with the parameters of a loop in plain PyTorch, on any number of ranks that divides the global
+# batch. It also does so in micro-batches (without BatchNorm), with loader workers, and if it is
+# stopped and goes on with other ranks. This follows from what was shown before: the samples of a
+# step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number of ranks. And the
+# random numbers of an item follow from the seed, the epoch and the index, whichever rank reads it.
 #
 # Read plain_loop() first: it is what the job must equal. It knows nothing of ranks, shares,
 # micro-batches or checkpoints.
@@ -600,9 +622,10 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# The job runs with this edit, which must change nothing: all that batch_sums() returns is divided
-# by 1000, as if each label had the weight 0.001. A sum of losses over a sum of weights is the same
-# mean. (It would not be if train_step() counted labels itself, or never divided by less than 1.)
+# The job runs with this edit. It gives each label the weight 0.001: batch_sums() returns the sum of
+# the weights in place of the number of labels, as it may in your task. This must change nothing,
+# because the weights cancel out in the mean. (It does if train_step() divides by 1 where the sum is
+# below 1, to avoid 0 / 0.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
@@ -816,14 +839,14 @@ epoch 1 | {all_means} | 24.0 samples/s
 
 
 # ---- Chapter 6: checkpoints
-# Two ranks run each fault with SMALL, `--checkpoint ck` and its own options. If an option is given
-# twice, the later one counts. ck is a sound checkpoint of that job. Each fault must end the job
-# with a message that the regular expression matches, and leave ck as it was. ck has done both its
-# epochs, so with it a job only resumes: a fault in training or saving needs `--epochs 3` or a new
-# file. The file new does not exist, and must not exist after the fault. If no option is needed,
-# write `--seed 0`, which changes nothing. Below the options may stand an edit, which both ranks
-# execute. It has no blank lines, because a blank line ends the fault. A damaged file is written in
-# the test below, as `code` is.
+# A fault has a line of options, "| " and a regular expression, and below it may have an edit, which
+# ends at a blank line. Two ranks run it with SMALL, `--checkpoint ck` and its options. The fault
+# must end the job with a message that the expression matches, and leave the file ck as it was.
+# - ck is a sound checkpoint of this job, after both its epochs, so a job only resumes. A fault in
+#   training or saving needs `--epochs 3`, or `--checkpoint new`, which does not exist, and must not
+#   exist afterwards.
+# - If no option is needed, write `--seed 0`, which changes nothing.
+# - A damaged file is written in the test below, as the file `code` is.
 FAULTS = """
 --seed 99                | args.seed=0
 
