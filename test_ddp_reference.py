@@ -77,8 +77,8 @@ def setUpModule():
 # are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
 # Rank r has the integers 0, 1, 2 and so on, plus r. So two ranks must get i + (i + 1) at index i,
 # and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64 MB were
-# added up. If the ranks cannot reach each other, the test fails, by an error or after a minute.
-# Then each rank prints where it waits.
+# added up. If the ranks cannot reach each other, the test fails, either with an error, or after a
+# minute, in which case each rank prints where it waits.
 #
 # run_job() starts the ranks, and each calls add_up_integers() in place of train(). How run_job()
 # works stands further below, under "Helpers". You can read on without it. A single GPU has nothing
@@ -86,8 +86,8 @@ def setUpModule():
 # `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, and of 262144 all are wrong, or 262143. (On rank 1 of 2 the first is right by chance: for
-# i = 0 both i + 1 and the sum i + (i + 1) are 1.)
+# numbers, and the rank that fails first says that 262144 of 262144 integers are wrong. (Rank 1 of 2
+# says 262143: at i = 0 its own number is 1, and so is the sum, 0 + 1.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -100,8 +100,8 @@ def add_up_integers(args, device):
         began = time.perf_counter()
         dist.all_reduce(total)
         wrong = (total != expected).sum().item()
-        # On a GPU only .item() waits for the sum, so the clock is read after it. This includes the
-        # comparison, so the rate is at least the one that is printed.
+        # On a GPU only .item() waits for the sum, so the clock is read after it. The comparison is
+        # timed, too, so the true rate is higher than the printed one.
         seconds = time.perf_counter() - began
         assert not wrong, f"{wrong} of {len(total)} integers are wrong on rank {rank}, {device}"
     print(f"rank {rank} of {world_size} added up 64 MB, at least {64 / seconds:.0f} MB/s, {device}")
@@ -110,8 +110,7 @@ def add_up_integers(args, device):
 class Lesson0Machine(TestCase):
     def test_all_gpus_add_up_integers(self):
         """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
-        # No batch is read here. But main() refuses one that the ranks cannot share equally, as
-        # seven GPUs cannot share the default of 240 samples.
+        # main() wants a global batch that the ranks share equally, though no batch is read here.
         print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
 
 
@@ -126,9 +125,10 @@ class Lesson0Machine(TestCase):
 # B. Lesson 6 rests on this.
 #
 # A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then its
-# ranks, which may now be more or fewer, share the rest of the order. The first test puts together
-# what all ranks read in each step, and compares it with the order of PyTorch's sampler for a single
-# rank. (Both are sorted, because within a step the order does not matter.)
+# ranks, which may now be more or fewer, share the rest of the order. (PyTorch's sampler cannot do
+# this, so we have our own.) The first test puts together what all ranks read in each step, and
+# compares it with the order of PyTorch's sampler for a single rank. (Both are sorted, because
+# within a step the order does not matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
 # rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
@@ -156,8 +156,8 @@ class Lesson1Sampler(TestCase):
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
         """Ours takes PyTorch's place: the same arguments, indices and attributes."""
-        # To save memory our permutation is of int32. It must agree with PyTorch's of int64. (A type
-        # of 16 bits would be seen with 70000 samples.)
+        # To save memory our permutation is of int32. It must agree with PyTorch's of int64. (70000
+        # samples do not fit into 16 bits.)
         for num_samples, num_replicas, shuffle, drop_last in product(
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
         ):
@@ -170,17 +170,17 @@ class Lesson1Sampler(TestCase):
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(theirs).items() <= vars(ours).items(), f"one of {vars(ours)} differs"
+                assert vars(theirs).items() <= vars(ours).items(), f"not all of {vars(theirs)}"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# A job can read wrongly without a message: work is done twice, the order never changes, samples
-# are lost or repeated, or a step is too small. Here each of two ranks reads batches of 4, so a full
-# step has 8 samples, for two epochs. set_epoch is called only where the title says so, and
-# drop_last is an option of the DataLoader, not of the sampler. Which of these faults does each
-# experiment show? (One shows none. 4 and 5 are two runs each. From 4 on, forget the order, and
-# count: which samples are read, how often, and how many are in a step?) Then look up the answers in
-# the README, under "Which samples a rank reads".
+# A job can read wrongly without a message: work is done twice, the order never changes, samples are
+# lost or repeated, or a step is too small. Here two ranks read for two epochs, each in batches of
+# 4, so a full step has 8 samples. set_epoch is called only where the title says so, and drop_last
+# is an option of the DataLoader, not of the sampler. Which of these faults does each experiment
+# show? One shows none, and others show several. (4 and 5 are two runs each. From 4 on, forget the
+# order, and count: which samples are read, how often, and how many are in a step?) Then look up the
+# answers in the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
 # of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
@@ -407,7 +407,9 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
 # and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
-# of the ranks: it divides their sum by the world size. So train_step() also multiplies by it.
+# of the ranks: it divides their sum by the world size. So train_step() also multiplies by it. Sums
+# make micro-batches easy, too: backward() adds the gradients of each micro-batch to those of the
+# ones before, so DDP has to average only once, after the last one.
 #
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
@@ -446,14 +448,14 @@ class Lesson3Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         """Its parameters are equal on 1 to 4 ranks, with uneven labels and micro-batches."""
         for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
-            # partial() gives the first two arguments, and each rank the others, args and device.
+            # partial() fixes the first two arguments. Each rank adds args and device.
             run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
 
     def test_a_batch_without_labels_leaves_the_net_finite(self):
-        """Its gradient is 0. A label of -100 means that there is none."""
+        """The net is saved, which is refused if it holds a number that is not finite."""
         edit = """
 def batch_sums(output, y, *others, old=batch_sums):
-    return old(output, torch.full_like(y, -100), *others)
+    return old(output, torch.full_like(y, -100), *others)  # -100 means that there is no label.
 """
         run_job(2, f"{SMALL} --checkpoint unlabeled", edit)
 
@@ -519,16 +521,15 @@ class Lesson4Evaluation(TestCase):
 # -1, -1, 1 and 1. After convert_batch_norm() each rank sees all four, too, and keeps its own two
 # results. So Lesson 3 holds for such a net.
 #
-# But then a value of rank 0 also changes the loss of rank 1. If one of the four values rises by 4,
-# the mean rises by 1, and so each result of rank 1 falls (before the division by 1). So the
-# gradient of this value has two parts, one from the loss of rank 0 and one from that of rank 1.
-# Each rank computes the part of its own loss, and in the backward pass sum_over_ranks() adds up the
-# parts. (DDP does not do this. It averages the gradients of parameters, which all ranks have, and a
-# value belongs to one rank.)
+# But then a value of rank 0 also changes the loss of rank 1. Let one value of rank 0 become 5. The
+# mean of all four is now 3, so the values of rank 1, still 3 and 3, no longer become 1 and 1, but 0
+# and 0. So the gradient of that value has two parts, one from the loss of each rank. Each rank
+# computes the part that comes from its own loss, and in the backward pass sum_over_ranks() adds up
+# the parts of all ranks. (DDP does not do this. It handles only parameters, of which each rank has
+# a copy, and averages their gradients afterwards, as in Lesson 3.)
 #
-# The second test shows without a look at gradients that a layer sees the values of all ranks:
-# PyTorch refuses to normalize a single value. If two ranks have one value each, it has no reason
-# to.
+# The second test looks at a whole job. PyTorch refuses to normalize a single value. Two ranks with
+# one value each are accepted, so each layer must see both. With --local-bn they are refused.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
@@ -545,9 +546,9 @@ class Lesson5BatchNorm(TestCase):
         for world_size in range(1, 5):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
-    def test_one_value_per_channel_is_refused_by_pytorch(self):
-        """Of two ranks with one value each, BatchNorm sees both values, but not with --local-bn."""
-        # A signal of length 1 is one value per channel. The size of the batch follows below.
+    def test_two_ranks_with_one_value_each_see_both(self):
+        """PyTorch refuses to normalize a single value, as with --local-bn, or on one rank."""
+        # A signal of length 1 is one value per channel. Each job adds the size of its global batch.
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -556,23 +557,26 @@ class Lesson5BatchNorm(TestCase):
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
-# Lessons 1, 3 and 5 together: a job with augmentation, a warm-up, clipping and uneven labels ends
-# with the parameters of a loop in plain PyTorch, on any number of ranks that divides the global
-# batch. It also does so in micro-batches (without BatchNorm), with loader workers, and if it is
-# stopped and goes on with other ranks. This follows from what was shown before: the samples of a
-# step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number of ranks. And the
-# random numbers of an item follow from the seed, the epoch and the index, whichever rank reads it.
+# The lessons together: a whole job ends with the net of a loop in plain PyTorch. Read plain_loop()
+# first. It knows nothing of ranks, shares, micro-batches or checkpoints.
 #
-# Read plain_loop() first: it is what the job must equal. It knows nothing of ranks, shares,
-# micro-batches or checkpoints.
+# The job has augmentation, a warm-up, clipping and uneven labels. It must end with that net on 1 to
+# 4 ranks, with loader workers, in micro-batches (without BatchNorm), and if it is stopped twice and
+# goes on with other ranks each time. It does so for three reasons:
+# - The samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
+#   of ranks.
+# - The random numbers of an item follow from the seed, the epoch and the index, whichever rank
+#   reads it.
+# - The checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
+#   read.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
-# lost, and the job that was stopped ends with another net.
+# lost, and the job that was stopped ends with another net. The message ends with its three runs.
 #
 # To break it in another way, replace `samples_read` by 0 in `set_epoch(epoch, samples_read)` in
 # train(). Then a job that was stopped reads the first samples of the epoch again.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
-NUM_SAMPLES = 47  # Three batches of 12. Each epoch leaves out 11 samples.
+NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
 
 class Augmented(Ragged):
@@ -624,8 +628,8 @@ def plain_loop(args, device):
 
 # The job runs with this edit. It gives each label the weight 0.001: batch_sums() returns the sum of
 # the weights in place of the number of labels, as it may in your task. This must change nothing,
-# because the weights cancel out in the mean. (It does if train_step() divides by 1 where the sum is
-# below 1, to avoid 0 / 0.)
+# because the weights cancel out in the mean. (It would change the net if train_step() had
+# clamp(min=1), because these sums of weights are below 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
