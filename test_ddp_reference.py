@@ -4,13 +4,13 @@
     bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
 
 First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
-Its docstring explains the words, such as rank, world size, global batch and all-reduce. Each lesson
-compares what ranks do with something simpler, such as PyTorch's sampler or one process that has the
-whole batch. Nets and losses are compared up to rounding, because ranks add the same numbers in
-another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the
-rest of that paragraph and predict what follows, change the line, run, for example,
-`bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from the last
-"Traceback" on.
+The docstring of that file explains the words, such as rank, world size, global batch and
+all-reduce. Each lesson compares what ranks do with something simpler, such as PyTorch's sampler or
+one process that has the whole batch. Nets and losses are compared up to rounding, because ranks add
+the same numbers in another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of
+this file). Cover the rest of that paragraph and predict what follows, change the line, run, for
+example, `bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from
+the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapters 7 and 8 have no part of their own.
@@ -73,21 +73,21 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Their sums
-# are exact. So a broken link between GPUs is seen here, and not as a loss that is slightly wrong.
-# Rank r has the integers 0, 1, 2 and so on, plus r. So two ranks must get i + (i + 1) at index i,
-# and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64 MB were
-# added up. If the ranks cannot reach each other, the test fails, either with an error, or after a
-# minute, in which case each rank prints where it waits.
+# As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Rank 0 has
+# 0, 1, 2 and so on, rank 1 has 1, 2, 3 and so on. So two ranks must get i + (i + 1) at index i, and
+# W ranks W * i + (0 + 1 + ... + W - 1). Sums of integers are exact. If a link between GPUs changes
+# a bit, a number is wrong here, where in training the loss would only be slightly off. If all is
+# well, each rank prints how fast 64 MB were added up. If the ranks cannot reach each other, the
+# test fails, either with an error, or after a minute, in which case each rank prints where it
+# waits.
 #
-# run_job() starts the ranks, and each calls add_up_integers() in place of train(). How run_job()
-# works stands further below, under "Helpers". You can read on without it. A single GPU has nothing
-# to add up. On such a machine use two ranks on the CPU:
-# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
+# run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How it works
+# stands under "Helpers", which you can read later.) A single GPU has nothing to add up. On such a
+# machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, and the rank that fails first says that 262144 of 262144 integers are wrong. (Rank 1 of 2
-# says 262143: at i = 0 its own number is 1, and so is the sum, 0 + 1.)
+# numbers, and you see the message of the rank that fails first: 262144 of 262144 integers are
+# wrong. Only rank 1 of 2 says 262143, because at i = 0 its own number is the sum, 0 + 1.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -115,8 +115,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# All ranks draw the same order of the samples, because each shuffles with the same seed, which is
-# seed + epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
+# All ranks draw the same order of the samples, because each shuffles with the same number, which is
+# --seed plus the epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
 #
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
 # B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
@@ -174,12 +174,15 @@ class Lesson1Sampler(TestCase):
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# A job can read wrongly without a message: work is done twice, the order never changes, samples are
-# lost or repeated, or a step is too small. Here two ranks read for two epochs, each in batches of
-# 4, so a full step has 8 samples. set_epoch is called only where the title says so, and drop_last
-# is an option of the DataLoader, not of the sampler. Which of these faults does each experiment
-# show? One shows none, and others show several. (4 and 5 are two runs each. From 4 on, forget the
-# order, and count: which samples are read, how often, and how many are in a step?) Then look up the
+# A job can read wrongly without an error. Here two ranks read for two epochs, each in batches of 4,
+# so a full step has 8 samples. set_epoch is called only where the title says so, and drop_last is
+# an option of the DataLoader, not of the sampler. Which of these faults does each experiment show?
+# - All ranks do the same work.
+# - Each epoch has the same order. (Look for this only in 1 to 3.)
+# - In an epoch some samples are never read.
+# - In an epoch some samples are read once more than the others.
+# - A step has fewer than 8 samples.
+# One experiment shows none, and some show several. 4 and 5 are two runs each. Then look up the
 # answers in the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
@@ -401,28 +404,27 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # After a step every rank has the parameters that one process would have if it had taken the step
 # with the whole batch. This holds even if ranks have unequally many labels (a signal has one for
 # each point, but some are ignored), and if a rank computes its share in parts, the micro-batches.
-# The net has no BatchNorm here. Lesson 5 adds it, but not in micro-batches, as a layer would see
-# only one of them.
 #
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
 # and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
-# of the ranks: it divides their sum by the world size. So train_step() also multiplies by it. Sums
+# of the ranks: it divides their sum by the world size. So train_step() multiplies by it, too. Sums
 # make micro-batches easy, too: backward() adds the gradients of each micro-batch to those of the
 # ones before, so DDP has to average only once, after the last one.
 #
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
 # ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same. (If there are no labels at all, this would be 0 / 0.
-# The second test has such batches.)
+# gradients in place of losses it is the same. The second test has batches without labels, where
+# this would be 0 / 0.
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
-# parameter only half as far. (The message shows only that the parameters differ.)
+# parameter only half as far. The message names a parameter and by how much it differs, but not the
+# factor. Yet one rank passes: a fault of this kind never shows on a single GPU.
 #
-# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: the gradient
-# of a batch without labels is 0 times infinity, which is NaN, and the net that it makes is refused
-# when it is to be saved.
+# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: without
+# labels train_step() divides the world size by 0, and multiplies a gradient of 0 by the result,
+# which makes NaN. The net that follows is refused when it is to be saved.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -440,7 +442,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
 
-    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has another net than one process"
+    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has a different net than one process"
     assert_close(net.state_dict(), expected.state_dict(), f"{what} ({micro_batch_size=})")
 
 
@@ -465,7 +467,8 @@ def batch_sums(output, y, *others, old=batch_sums):
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
 # all-reduce after the loop adds up those of all ranks. Within the loop no rank may wait for another
-# one, which may have no batch left.
+# one: of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three, so rank 0 would
+# wait for a partner that has left.
 #
 # BatchNorm evaluates with the running mean and variance of what it saw in training. If each rank
 # has seen only its own samples (--local-bn), these differ. So all ranks evaluate with those of
@@ -519,23 +522,25 @@ class Lesson4Evaluation(TestCase):
 # let rank 0 have the values 1 and 1, and rank 1 the values 3 and 3. A rank that sees only its own
 # makes zeros of them. One process sees all four, whose mean is 2 and whose variance is 1, and makes
 # -1, -1, 1 and 1. After convert_batch_norm() each rank sees all four, too, and keeps its own two
-# results. So Lesson 3 holds for such a net.
+# results. That makes the forward pass right. For Lesson 3 to hold, the backward pass must be right
+# as well. (It cannot hold in micro-batches, because a layer sees only one of them.)
 #
-# But then a value of rank 0 also changes the loss of rank 1. Let one value of rank 0 become 5. The
-# mean of all four is now 3, so the values of rank 1, still 3 and 3, no longer become 1 and 1, but 0
-# and 0. So the gradient of that value has two parts, one from the loss of each rank. Each rank
-# computes the part that comes from its own loss, and in the backward pass sum_over_ranks() adds up
-# the parts of all ranks. (DDP does not do this. It handles only parameters, of which each rank has
-# a copy, and averages their gradients afterwards, as in Lesson 3.)
+# A value of rank 0 now also changes the loss of rank 1. Let one value of rank 0 become 5. The mean
+# of all four is then 3, so the values of rank 1, still 3 and 3, no longer become 1 and 1, but 0 and
+# 0. So the gradient of that value has two parts, one from the loss of each rank. Each rank computes
+# the part that comes from its own loss, and in the backward pass sum_over_ranks() adds up the parts
+# of all ranks. (DDP does not do this. It handles only parameters, of which each rank has a copy,
+# and averages their gradients afterwards, as in Lesson 3.)
 #
-# The second test looks at a whole job. PyTorch refuses to normalize a single value. Two ranks with
-# one value each are accepted, so each layer must see both. With --local-bn they are refused.
+# The second test looks at a whole job. PyTorch refuses to normalize a single value. If two ranks
+# with one value each are accepted, each layer has seen both. With --local-bn they are refused.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
-# one process, because no rank knows how its samples change the losses of the others.
+# one process, with the message of Lesson 3, because no rank knows how its samples change the losses
+# of the others.
 #
 # To break it in another way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
 # Then the job does not convert its net, and the second test fails with PyTorch's message. (The
@@ -573,8 +578,8 @@ class Lesson5BatchNorm(TestCase):
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
 # lost, and the job that was stopped ends with another net. The message ends with its three runs.
 #
-# To break it in another way, replace `samples_read` by 0 in `set_epoch(epoch, samples_read)` in
-# train(). Then a job that was stopped reads the first samples of the epoch again.
+# To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
+# takes the random numbers that come next in its process. This fails even on one rank.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -626,10 +631,10 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# The job runs with this edit. It gives each label the weight 0.001: batch_sums() returns the sum of
-# the weights in place of the number of labels, as it may in your task. This must change nothing,
-# because the weights cancel out in the mean. (It would change the net if train_step() had
-# clamp(min=1), because these sums of weights are below 1.)
+# The job runs with this edit, which you can skip at first. It gives each label the weight 0.001:
+# batch_sums() returns the sum of the weights in place of the number of labels, as it may in your
+# task. This must change nothing, because the weights cancel out in the mean. (If train_step() had
+# clamp(min=1), it would change the net, because these sums are below 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
@@ -647,7 +652,7 @@ class Lesson6NumberOfRanks(TestCase):
             expected = net_after(options, [Run(1)], train=plain_loop)
             for runs in ([Run(1)], [Run(2, num_workers=1)], [Run(3)], [Run(4)], stopped):
                 net = net_after(options, runs, edit=WEIGHTS, make_task=make_augmented_task)
-                what = f"A job {options} has another net than the plain loop after {runs}"
+                what = f"A job {options} has a different net than the plain loop, after {runs}"
                 assert_close(net, expected, what)
 
 
