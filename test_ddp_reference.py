@@ -408,15 +408,17 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
 # and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
-# of the ranks: it divides their sum by the world size. So train_step() multiplies by it, too. Sums
-# make micro-batches easy, too: backward() adds the gradients of each micro-batch to those of the
-# ones before, so DDP has to average only once, after the last one.
+# of the ranks, which divides their sum by the world size. So train_step() multiplies by the world
+# size again.
 #
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
 # ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same. The second test has batches without labels, where
-# this would be 0 / 0.
+# gradients in place of losses it is the same. (The second test has batches without labels, where
+# this would be 0 / 0.)
+#
+# With sums, micro-batches are easy: backward() adds the gradients of each micro-batch to those of
+# the ones before, so DDP has to average only once, after the last one.
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
 # parameter only half as far. The message names a parameter and by how much it differs, but not the
@@ -576,7 +578,7 @@ class Lesson5BatchNorm(TestCase):
 #   read.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
-# lost, and the job that was stopped ends with another net. The message ends with its three runs.
+# lost, and the job that was stopped ends with a different net. The message ends with its three runs.
 #
 # To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
 # takes the random numbers that come next in its process. This fails even on one rank.
