@@ -13,12 +13,12 @@ example, `bash run.sh test -k Lesson3`, and undo the change. If a test fails in 
 the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
-then the programs of the README and the processes. Chapters 7 and 8 have no part of their own.
+then the programs of the README and the processes. Chapters 7 and 8 are tested by Lessons 5 and 6.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
-yours for them, and check your own job as the README says. To test a new option, add it to OPTIONS
-(Lesson 6). A command line that must be refused goes to COMMAND_LINES (Chapter 1), and a fault that
-must not harm a checkpoint to FAULTS (Chapter 6).
+yours for them, and check your own job as the README says. How to test a new option stands at the
+end of Lesson 6. A command line that must be refused goes to COMMAND_LINES (Chapter 1), and a fault
+that must not harm a checkpoint to FAULTS (Chapter 6).
 """
 
 import contextlib
@@ -578,7 +578,8 @@ class Lesson5BatchNorm(TestCase):
 #   read.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
-# lost, and the job that was stopped ends with a different net. The message ends with its three runs.
+# lost, and the job that was stopped ends with a different net. The message
+# names its three runs. (If it names [Run(1)], ranks and stops are not the cause.)
 #
 # To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
 # takes the random numbers that come next in its process. This fails even on one rank.
@@ -654,16 +655,20 @@ class Lesson6NumberOfRanks(TestCase):
             expected = net_after(options, [Run(1)], train=plain_loop)
             for runs in ([Run(1)], [Run(2, num_workers=1)], [Run(3)], [Run(4)], stopped):
                 net = net_after(options, runs, edit=WEIGHTS, make_task=make_augmented_task)
-                what = f"A job {options} has a different net than the plain loop, after {runs}"
+                what = f"The net differs from that of the plain loop, after {runs} with {options}"
                 assert_close(net, expected, what)
 
 
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
-# plain_loop(). Then make ddp_reference.py ignore it for a moment, to see that Lesson 6 fails. If
-# jobs without it must be tested, too, make it a further string beside "--micro-batch-size 2", and
-# not a part of OPTIONS. An option that plain PyTorch cannot repeat, such as --amp, gets a test of
-# its own in Chapters 2 to 4, where also all that is printed is compared. What main() refuses stands
-# in COMMAND_LINES.
+# plain_loop(). (If jobs without it must be tested, too, make it a further string beside
+# "--micro-batch-size 2", and not a part of OPTIONS.) This compares only the nets at the end. If the
+# option also changes evaluation, or what is printed, add it to loss_and_accuracy() (Lesson 4), and
+# to the test of all printed numbers in Chapters 2 to 4. An option that plain PyTorch cannot repeat,
+# such as --amp, gets a test of its own there. What main() refuses stands in COMMAND_LINES.
+#
+# Then make ddp_reference.py ignore the option for a moment, first in training and then in
+# evaluation, to see that a test fails each time. If a test says that the README's diff shows other
+# lines, you have changed a line that it quotes: change it there, too.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -820,8 +825,9 @@ SeededItems.__getitem__ = get_item
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         """They are so after a stop, too. Only rank 0 prints."""
-        # With a learning rate of 0 the net stays what it is, and its numbers are known. There is no
-        # folder `no`, so the path of the checkpoint works only because main() resolves it.
+        # With a learning rate of 0 the net stays what it is, so loss_and_accuracy() (Lesson 4)
+        # tells its numbers. There is no folder `no`, so the path of the checkpoint works only because
+        # main() resolves it.
         means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
         all_means = means + " | val_loss {:.4f} val_accuracy {:.4f}".format(
             *loss_and_accuracy(plain_net(), ddp.SeededItems(Augmented(25), 1))
