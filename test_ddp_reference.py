@@ -13,7 +13,8 @@ example, `bash run.sh test -k Lesson3`, and undo the change. If a test fails in 
 the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
-then the programs of the README and the processes. Chapters 7 and 8 are tested by Lessons 5 and 6.
+then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
+by Lesson 5.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
 yours for them, and check your own job as the README says. How to test a new option stands at the
@@ -73,13 +74,14 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# As many ranks as there are GPUs, or two on the CPU, add up integers by an all-reduce. Rank 0 has
-# 0, 1, 2 and so on, rank 1 has 1, 2, 3 and so on. So two ranks must get i + (i + 1) at index i, and
-# W ranks W * i + (0 + 1 + ... + W - 1). Sums of integers are exact. If a link between GPUs changes
-# a bit, a number is wrong here, where in training the loss would only be slightly off. If all is
-# well, each rank prints how fast 64 MB were added up. If the ranks cannot reach each other, the
-# test fails, either with an error, or after a minute, in which case each rank prints where it
-# waits.
+# Can the GPUs add up? Sums of integers are exact, so a single wrong bit shows here, which in
+# training might pass for noise.
+#
+# As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
+# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get i
+# + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64
+# MB were added up (pytest shows this only with -s). If the ranks cannot reach each other, the test
+# fails with an error, or after a minute. Then each rank prints where it waits.
 #
 # run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How it works
 # stands under "Helpers", which you can read later.) A single GPU has nothing to add up. On such a
@@ -87,7 +89,7 @@ def setUpModule():
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
 # numbers, and you see the message of the rank that fails first: 262144 of 262144 integers are
-# wrong. Only rank 1 of 2 says 262143, because at i = 0 its own number is the sum, 0 + 1.
+# wrong. (With two ranks, rank 1 says 262143: at i = 0 its own number is the sum, 0 + 1.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -115,14 +117,14 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
+# A step has the same samples on any number of ranks.
+#
 # All ranks draw the same order of the samples, because each shuffles with the same number, which is
 # --seed plus the epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
-#
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
 # B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
 # then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step has the positions 0 to B - 1,
-# the second one B to 2B - 1, and so on. A full step has the same samples for every W that divides
-# B. Lesson 6 rests on this.
+# the second one B to 2B - 1, and so on, for every W that divides B. Lesson 6 rests on this.
 #
 # A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then its
 # ranks, which may now be more or fewer, share the rest of the order. (PyTorch's sampler cannot do
@@ -174,14 +176,16 @@ class Lesson1Sampler(TestCase):
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
-# A job can read wrongly without an error. Here two ranks read for two epochs, each in batches of 4,
-# so a full step has 8 samples. set_epoch is called only where the title says so, and drop_last is
-# an option of the DataLoader, not of the sampler. Which of these faults does each experiment show?
+# A job can read the wrong samples without an error.
+#
+# Here two ranks read for two epochs, each in batches of 4, so a full step has 8 samples. set_epoch
+# is called only where the title says so, and drop_last is an option of the DataLoader, not of the
+# sampler. Which of these faults does each experiment show?
 # - All ranks do the same work.
 # - Each epoch has the same order. (Look for this only in 1 to 3.)
 # - In an epoch some samples are never read.
 # - In an epoch some samples are read once more than the others.
-# - A step has fewer than 8 samples.
+# - A step has fewer than 8 samples. (One that two ranks read counts twice.)
 # One experiment shows none, and some show several. 4 and 5 are two runs each. Then look up the
 # answers in the README, under "Which samples a rank reads".
 #
@@ -401,10 +405,11 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
+# The mean of the ranks' means is not the mean.
+#
 # After a step every rank has the parameters that one process would have if it had taken the step
 # with the whole batch. This holds even if ranks have unequally many labels (a signal has one for
 # each point, but some are ignored), and if a rank computes its share in parts, the micro-batches.
-#
 # What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
 # over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
 # and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
@@ -414,8 +419,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
 # ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same. (The second test has batches without labels, where
-# this would be 0 / 0.)
+# gradients in place of losses it is the same. The second test has batches without any label. Their
+# mean would be 0 / 0, so train_step() must leave the gradient at 0.
 #
 # With sums, micro-batches are easy: backward() adds the gradients of each micro-batch to those of
 # the ones before, so DDP has to average only once, after the last one.
@@ -424,9 +429,13 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # parameter only half as far. The message names a parameter and by how much it differs, but not the
 # factor. Yet one rank passes: a fault of this kind never shows on a single GPU.
 #
-# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: without
-# labels train_step() divides the world size by 0, and multiplies a gradient of 0 by the result,
-# which makes NaN. The net that follows is refused when it is to be saved.
+# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: the world
+# size divided by 0 labels is infinite, and 0 times infinity makes a gradient of NaN. The net that
+# follows is refused when it is to be saved.
+#
+# A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True. Then
+# DDP averages after each micro-batch. To average an average again changes nothing, but the ranks
+# wait for each other more often. The test of the collectives in Chapters 2 to 4 fails.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -465,6 +474,8 @@ def batch_sums(output, y, *others, old=batch_sums):
 
 
 # ---- Lesson 4: evaluation (evaluate)
+# Add up sums over the ranks, and divide only once.
+#
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
@@ -520,22 +531,24 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
+# A sample changes the losses of all ranks, so its gradient comes from all ranks.
+#
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 1, and rank 1 the values 3 and 3. A rank that sees only its own
 # makes zeros of them. One process sees all four, whose mean is 2 and whose variance is 1, and makes
 # -1, -1, 1 and 1. After convert_batch_norm() each rank sees all four, too, and keeps its own two
-# results. That makes the forward pass right. For Lesson 3 to hold, the backward pass must be right
-# as well. (It cannot hold in micro-batches, because a layer sees only one of them.)
+# results.
 #
-# A value of rank 0 now also changes the loss of rank 1. Let one value of rank 0 become 5. The mean
-# of all four is then 3, so the values of rank 1, still 3 and 3, no longer become 1 and 1, but 0 and
-# 0. So the gradient of that value has two parts, one from the loss of each rank. Each rank computes
-# the part that comes from its own loss, and in the backward pass sum_over_ranks() adds up the parts
-# of all ranks. (DDP does not do this. It handles only parameters, of which each rank has a copy,
-# and averages their gradients afterwards, as in Lesson 3.)
+# That is the forward pass. The backward pass needs more, because a value of rank 0 now also changes
+# the loss of rank 1. Let one value of rank 0 become 5. The mean of all four is then 3, so the
+# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. So the gradient of that
+# value has two parts, one from the loss of each rank. Each rank computes the part of its own loss,
+# and sum_over_ranks() adds up the parts. (DDP does not do this: it averages the gradients of
+# parameters, and the value is none.) With both passes right, Lesson 3 holds for a net with
+# BatchNorm, but not in micro-batches, because a layer sees only one of them.
 #
 # The second test looks at a whole job. PyTorch refuses to normalize a single value. If two ranks
-# with one value each are accepted, each layer has seen both. With --local-bn they are refused.
+# with one value each are accepted, each layer has seen both values.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
@@ -554,7 +567,7 @@ class Lesson5BatchNorm(TestCase):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
     def test_two_ranks_with_one_value_each_see_both(self):
-        """PyTorch refuses to normalize a single value, as with --local-bn, or on one rank."""
+        """So the job runs. With --local-bn, or on one rank, PyTorch refuses the single value."""
         # A signal of length 1 is one value per channel. Each job adds the size of its global batch.
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
@@ -564,12 +577,15 @@ class Lesson5BatchNorm(TestCase):
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
-# The lessons together: a whole job ends with the net of a loop in plain PyTorch. Read plain_loop()
-# first. It knows nothing of ranks, shares, micro-batches or checkpoints.
+# The number of ranks changes the time, and not the training.
 #
-# The job has augmentation, a warm-up, clipping and uneven labels. It must end with that net on 1 to
-# 4 ranks, with loader workers, in micro-batches (without BatchNorm), and if it is stopped twice and
-# goes on with other ranks each time. It does so for three reasons:
+# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It knows nothing
+# of ranks, shares, micro-batches or checkpoints.
+#
+# The job has augmentation, a warm-up, clipping and uneven labels. It must end with the net of the
+# loop on 1 rank, on 2 with loader workers, on 3, on 4, and if it starts on 4 ranks, is stopped, goes
+# on with 3, is stopped again, and ends with 2. All of this is done twice, the second time in
+# micro-batches (and without BatchNorm). It works for three reasons:
 # - The samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks.
 # - The random numbers of an item follow from the seed, the epoch and the index, whichever rank
@@ -578,8 +594,8 @@ class Lesson5BatchNorm(TestCase):
 #   read.
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
-# lost, and the job that was stopped ends with a different net. The message
-# names its three runs. (If it names [Run(1)], ranks and stops are not the cause.)
+# lost, and only the job that was stopped ends with a different net. The message names its three
+# runs. (If it names a single run with ranks=1, neither ranks nor stops are the cause.)
 #
 # To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
 # takes the random numbers that come next in its process. This fails even on one rank.
@@ -634,10 +650,9 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# The job runs with this edit, which you can skip at first. It gives each label the weight 0.001:
-# batch_sums() returns the sum of the weights in place of the number of labels, as it may in your
-# task. This must change nothing, because the weights cancel out in the mean. (If train_step() had
-# clamp(min=1), it would change the net, because these sums are below 1.)
+# The job runs with this edit, which you can skip at first. It gives each label the weight 0.001,
+# which must cancel out in the mean. (With clamp(min=1) in train_step() it would not, because the
+# weights of a batch add up to less than 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
@@ -826,8 +841,8 @@ SeededItems.__getitem__ = get_item
     def test_all_printed_numbers_are_those_of_the_job(self):
         """They are so after a stop, too. Only rank 0 prints."""
         # With a learning rate of 0 the net stays what it is, so loss_and_accuracy() (Lesson 4)
-        # tells its numbers. There is no folder `no`, so the path of the checkpoint works only because
-        # main() resolves it.
+        # tells its numbers. There is no folder `no`, so the path of the checkpoint works only
+        # because main() resolves it.
         means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
         all_means = means + " | val_loss {:.4f} val_accuracy {:.4f}".format(
             *loss_and_accuracy(plain_net(), ddp.SeededItems(Augmented(25), 1))
