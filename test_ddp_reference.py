@@ -259,8 +259,8 @@ class Lesson2Experiments(TestCase):
 #   exception if a rank does. With train=function, each rank calls function(args, device) in place
 #   of train(). With edit=text, each rank first executes this text inside the module ddp_reference,
 #   as if you had edited the file. A function in the text takes the place of the old one, and can
-#   still call it, as in `def f(x, *others, old=f)`. `*others` lets the edit work if your copy has
-#   more arguments.
+#   still call it, as in `def f(x, *others, old=f)`. `*others` lets the edit work if your copy
+#   passes more arguments, by position.
 # - SMALL are the options of a small job. If an option is given twice, the later one counts.
 # - net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job that is stopped on
 #   four ranks after half an epoch, and goes on with two. In the first epoch its learning rate
@@ -579,12 +579,12 @@ class Lesson5BatchNorm(TestCase):
 # ---- Lesson 6: the number of ranks, and stops (train)
 # The number of ranks changes the time, and not the training.
 #
-# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It knows nothing
-# of ranks, shares, micro-batches or checkpoints.
+# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It knows
+# nothing of ranks, shares, micro-batches or checkpoints.
 #
 # The job has augmentation, a warm-up, clipping and uneven labels. It must end with the net of the
-# loop on 1 rank, on 2 with loader workers, on 3, on 4, and if it starts on 4 ranks, is stopped, goes
-# on with 3, is stopped again, and ends with 2. All of this is done twice, the second time in
+# loop on 1 rank, on 2 with loader workers, on 3, on 4, and if it starts on 4 ranks, is stopped,
+# goes on with 3, is stopped again, and ends with 2. All of this is done twice, the second time in
 # micro-batches (and without BatchNorm). It works for three reasons:
 # - The samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks.
@@ -595,7 +595,7 @@ class Lesson5BatchNorm(TestCase):
 #
 # To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
 # lost, and only the job that was stopped ends with a different net. The message names its three
-# runs. (If it names a single run with ranks=1, neither ranks nor stops are the cause.)
+# runs. (If it names a single run, with ranks=1, neither ranks nor stops are the cause.)
 #
 # To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
 # takes the random numbers that come next in its process. This fails even on one rank.
@@ -675,15 +675,17 @@ class Lesson6NumberOfRanks(TestCase):
 
 
 # To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
-# plain_loop(). (If jobs without it must be tested, too, make it a further string beside
-# "--micro-batch-size 2", and not a part of OPTIONS.) This compares only the nets at the end. If the
-# option also changes evaluation, or what is printed, add it to loss_and_accuracy() (Lesson 4), and
-# to the test of all printed numbers in Chapters 2 to 4. An option that plain PyTorch cannot repeat,
-# such as --amp, gets a test of its own there. What main() refuses stands in COMMAND_LINES.
+# plain_loop(). (Lessons 3 to 5 test the default. If whole jobs without the option must be tested,
+# too, make it a further string beside "--micro-batch-size 2", and not a part of OPTIONS.) This
+# compares only the nets at the end. If the option also changes evaluation, or what is printed, give
+# loss_and_accuracy() (Lesson 4) an argument for it, with the default of the option. In the test of
+# all printed numbers (Chapters 2 to 4) add the option to `options`, and its value to both calls of
+# loss_and_accuracy(). An option that plain PyTorch cannot repeat, such as --amp, gets a test of its
+# own there. What main() refuses stands in COMMAND_LINES.
 #
 # Then make ddp_reference.py ignore the option for a moment, first in training and then in
-# evaluation, to see that a test fails each time. If a test says that the README's diff shows other
-# lines, you have changed a line that it quotes: change it there, too.
+# evaluation, to see that a test fails each time. In the end run all tests. If one says that the
+# README's diff shows other lines, you have changed a line that it quotes: change it there, too.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -693,7 +695,8 @@ class Lesson6NumberOfRanks(TestCase):
 
 # ---- Chapter 1: the options
 # Each line has options, blanks, "| " and a regular expression. main() must refuse the options with
-# a message that the expression matches.
+# a message that the expression matches. If it accepts them, it trains a whole job before the test
+# fails.
 COMMAND_LINES = """
 --nproc-per-node 7      | must be a multiple of the number of processes
 --checkpoint-every 1    | --checkpoint-every needs --checkpoint
