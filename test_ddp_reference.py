@@ -8,9 +8,9 @@ The docstring of that file explains the words, such as rank, world size, global 
 all-reduce. Each lesson compares what ranks do with something simpler, such as PyTorch's sampler or
 one process that has the whole batch. Nets and losses are compared up to rounding, because ranks add
 the same numbers in another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of
-this file). Cover the rest of that paragraph and predict what follows, change the line, run, for
-example, `bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from
-the last "Traceback" on.
+this file). Cover the next lines and predict what they say, change the line, run, for example,
+`bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from the last
+"Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
@@ -78,18 +78,20 @@ def setUpModule():
 # training might pass for noise.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
-# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get i
-# + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast 64
-# MB were added up (pytest shows this only with -s). If the ranks cannot reach each other, the test
-# fails with an error, or after a minute. Then each rank prints where it waits.
+# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
+# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast
+# 64 MB were added up (pytest shows this only with -s). If the ranks cannot reach each other, the
+# test fails with an error. If they hang, it fails after a minute or so, and each rank prints where
+# it waits.
 #
 # run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How it works
 # stands under "Helpers", which you can read later.) A single GPU has nothing to add up. On such a
 # machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
-# To break it, leave out `dist.all_reduce(total)` below, in this file. Then each rank keeps its own
-# numbers, and you see the message of the rank that fails first: 262144 of 262144 integers are
-# wrong. (With two ranks, rank 1 says 262143: at i = 0 its own number is the sum, 0 + 1.)
+# To break it, leave out `dist.all_reduce(total)` below, in this file.
+# Then each rank keeps its own numbers, and you see the message of the rank that fails first: 262144
+# of 262144 integers are wrong. (With two ranks, rank 1 says 262143: at i = 0 its own number is the
+# sum, 0 + 1.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -119,7 +121,7 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # A step has the same samples on any number of ranks.
 #
-# All ranks draw the same order of the samples, because each shuffles with the same number, which is
+# All ranks draw the same order of the samples, because each seeds its shuffle with the same number,
 # --seed plus the epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
 # Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
 # B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
@@ -132,11 +134,13 @@ class Lesson0Machine(TestCase):
 # compares it with the order of PyTorch's sampler for a single rank. (Both are sorted, because
 # within a step the order does not matter.)
 #
-# To break it, leave out `+ self.rank` in DistributedSampler. Then all ranks read the samples of
-# rank 0, and with two ranks the message shows each of them twice. The second test fails, too.
+# To break it, leave out `+ self.rank` in DistributedSampler.
+# Then all ranks read the samples of rank 0, and with two ranks the message shows each of them
+# twice. The second test fails, too.
 #
-# To break it in another way, leave out `self.samples_read +` there. Then a job that goes on reads
-# the epoch from its start. This fails even on one rank, which reads two steps where one is left.
+# To break it in another way, leave out `self.samples_read +` there.
+# Then a job that goes on reads the epoch from its start. This fails even on one rank, which reads
+# two steps where one is left.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         """In each step the ranks read the next 12 samples of one order, also after a stop."""
@@ -181,17 +185,17 @@ class Lesson1Sampler(TestCase):
 # Here two ranks read for two epochs, each in batches of 4, so a full step has 8 samples. set_epoch
 # is called only where the title says so, and drop_last is an option of the DataLoader, not of the
 # sampler. Which of these faults does each experiment show?
-# - All ranks do the same work.
-# - Each epoch has the same order. (Look for this only in 1 to 3.)
-# - In an epoch some samples are never read.
-# - In an epoch some samples are read once more than the others.
-# - A step has fewer than 8 samples. (One that two ranks read counts twice.)
-# One experiment shows none, and some show several. 4 and 5 are two runs each. Then look up the
-# answers in the README, under "Which samples a rank reads".
+# A. All ranks do the same work.
+# B. Each epoch has the same order. (Look for this in 1 to 3 only.)
+# C. In an epoch some samples are never read.
+# D. In an epoch some samples are read once more than the others.
+# E. A step has fewer than 8 samples. (A sample that both ranks read counts twice.)
+# Write down the letters of each experiment, for 4 and 5 those of both runs. One shows none of them.
+# Then look up the answers in the README, under "Which samples a rank reads".
 #
-# To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler. Then epoch 1
-# of experiment 3 has the order of epoch 0. The message shows the line that was read, and that of
-# the table.
+# To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
+# Then epoch 1 of experiment 3 has the order of epoch 0. The message shows the line that was read,
+# and that of the table.
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -225,7 +229,7 @@ EXPERIMENTS = """
 
 def experiments(sampler_class):
     """Do the experiments, with samplers of this class: yield the lines of the table."""
-    # A title is like "3. 8 samples, set_epoch". It says what to do.
+    # A title, such as "3. 8 samples, set_epoch", is also the instruction: it says what to do.
     for title, num_samples in re.findall(r"(.* (\d+) samples.*)", EXPERIMENTS):
         yield title
         dataset = range(int(num_samples))
@@ -425,17 +429,23 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # With sums, micro-batches are easy: backward() adds the gradients of each micro-batch to those of
 # the ones before, so DDP has to average only once, after the last one.
 #
-# To break it, replace `dist.get_world_size()` by 1 in train_step(). Then two ranks move each
-# parameter only half as far. The message names a parameter and by how much it differs, but not the
-# factor. Yet one rank passes: a fault of this kind never shows on a single GPU.
+# To break it, replace `dist.get_world_size()` by 1 in train_step().
+# Then two ranks move each parameter only half as far. The message names a parameter and by how much
+# it differs, but not the factor. Yet one rank passes: a fault of this kind never shows on a single
+# GPU.
 #
-# To break it in another way, leave out `.clamp(min=1e-9)`. Then the second test fails: the world
-# size divided by 0 labels is infinite, and 0 times infinity makes a gradient of NaN. The net that
-# follows is refused when it is to be saved.
+# To break it in another way, leave out `dist.all_reduce(total)` there.
+# Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
+# rank 1 has 130. So both move about twice as far as they should, but not equally far: after one
+# step their nets differ, and DDP does not notice.
 #
-# A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True. Then
-# DDP averages after each micro-batch. To average an average again changes nothing, but the ranks
-# wait for each other more often. The test of the collectives in Chapters 2 to 4 fails.
+# To break it in a third way, leave out `.clamp(min=1e-9)`.
+# Then 0 labels make the factor infinite, and 0 times infinity makes a gradient of NaN. The second
+# test fails, because a net of NaN is not saved.
+#
+# A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True.
+# Then DDP averages after each micro-batch. To average an average again changes nothing, but the
+# ranks wait for each other more often. The test of the collectives in Chapters 2 to 4 fails.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -480,19 +490,20 @@ def batch_sums(output, y, *others, old=batch_sums):
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
 # all-reduce after the loop adds up those of all ranks. Within the loop no rank may wait for another
-# one: of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three, so rank 0 would
-# wait for a partner that has left.
+# one: of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three. So in its
+# fourth batch rank 0 would meet rank 1 in the wrong collective, the all-reduce after the loop.
 #
 # BatchNorm evaluates with the running mean and variance of what it saw in training. If each rank
 # has seen only its own samples (--local-bn), these differ. So all ranks evaluate with those of
 # rank 0.
 #
-# To break it, leave out `dist.all_reduce(total)` in evaluate(). Then each rank returns the sums of
-# its own samples. The message shows the means of one rank, and of one process.
+# To break it, leave out `dist.all_reduce(total)` in evaluate().
+# Then each rank returns the sums of its own samples. The message shows the means of one rank, and
+# of one process.
 #
-# To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`. Then each rank uses
-# its own statistics. As the sums of all ranks are added up, loss and accuracy are wrong on all
-# ranks, also on rank 0.
+# To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`.
+# Then each rank uses its own statistics. As the sums of all ranks are added up, loss and accuracy
+# are wrong on all ranks, also on rank 0.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -547,19 +558,18 @@ class Lesson4Evaluation(TestCase):
 # parameters, and the value is none.) With both passes right, Lesson 3 holds for a net with
 # BatchNorm, but not in micro-batches, because a layer sees only one of them.
 #
-# The second test looks at a whole job. PyTorch refuses to normalize a single value. If two ranks
-# with one value each are accepted, each layer has seen both values.
+# The first test converts the net itself, so the second asks whether train() does. PyTorch refuses
+# to normalize a single value. If a job of two ranks with one value each runs, its layers saw both.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
-# To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks(). Then two ranks differ from
-# one process, with the message of Lesson 3, because no rank knows how its samples change the losses
-# of the others.
+# To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks().
+# Then two ranks differ from one process, with the message of Lesson 3, because no rank knows how
+# its samples change the losses of the others.
 #
 # To break it in another way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
-# Then the job does not convert its net, and the second test fails with PyTorch's message. (The
-# first test converts the net itself.)
+# Then the job does not convert its net, and the second test fails with PyTorch's message.
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -579,8 +589,8 @@ class Lesson5BatchNorm(TestCase):
 # ---- Lesson 6: the number of ranks, and stops (train)
 # The number of ranks changes the time, and not the training.
 #
-# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It knows
-# nothing of ranks, shares, micro-batches or checkpoints.
+# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It shares
+# nothing, computes each batch at once, never resumes, and saves only the net that it ends with.
 #
 # The job has augmentation, a warm-up, clipping and uneven labels. It must end with the net of the
 # loop on 1 rank, on 2 with loader workers, on 3, on 4, and if it starts on 4 ranks, is stopped,
@@ -593,12 +603,13 @@ class Lesson5BatchNorm(TestCase):
 # - The checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
 #   read.
 #
-# To break it, leave out the line `optimizer.load_state_dict(...)` in resume(). Then the momentum is
-# lost, and only the job that was stopped ends with a different net. The message names its three
-# runs. (If it names a single run, with ranks=1, neither ranks nor stops are the cause.)
+# To break it, leave out the line `optimizer.load_state_dict(...)` in resume().
+# Then the momentum is lost, and only the job that was stopped ends with a different net. The
+# message names its three runs. (If it names a single run, with ranks=1, neither ranks nor stops are
+# the cause.)
 #
-# To break it in another way, leave out the line `seed_generators(...)` in SeededItems. Then an item
-# takes the random numbers that come next in its process. This fails even on one rank.
+# To break it in another way, leave out the line `seed_generators(...)` in SeededItems.
+# Then an item takes the random numbers that come next in its process. This fails even on one rank.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -650,9 +661,9 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# The job runs with this edit, which you can skip at first. It gives each label the weight 0.001,
-# which must cancel out in the mean. (With clamp(min=1) in train_step() it would not, because the
-# weights of a batch add up to less than 1.)
+# A trap for the job, which you can skip at first: each label has the weight 0.001, as it might in a
+# weighted loss. This must cancel out in the mean. (With clamp(min=1) in train_step() it would not,
+# because the weights of a batch add up to less than 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
@@ -674,18 +685,18 @@ class Lesson6NumberOfRanks(TestCase):
                 assert_close(net, expected, what)
 
 
-# To test a new option of training that plain PyTorch can repeat, add it to OPTIONS and to
-# plain_loop(). (Lessons 3 to 5 test the default. If whole jobs without the option must be tested,
-# too, make it a further string beside "--micro-batch-size 2", and not a part of OPTIONS.) This
-# compares only the nets at the end. If the option also changes evaluation, or what is printed, give
-# loss_and_accuracy() (Lesson 4) an argument for it, with the default of the option. In the test of
-# all printed numbers (Chapters 2 to 4) add the option to `options`, and its value to both calls of
-# loss_and_accuracy(). An option that plain PyTorch cannot repeat, such as --amp, gets a test of its
-# own there. What main() refuses stands in COMMAND_LINES.
-#
-# Then make ddp_reference.py ignore the option for a moment, first in training and then in
-# evaluation, to see that a test fails each time. In the end run all tests. If one says that the
-# README's diff shows other lines, you have changed a line that it quotes: change it there, too.
+# How to test a new option (this is not a part of the lesson)
+# 1. If plain PyTorch can repeat it in training, add it to OPTIONS and to plain_loop(). If whole
+#    jobs without it must be tested, too, make it a string beside "--micro-batch-size 2" instead.
+# 2. If it changes evaluation, or what is printed, give loss_and_accuracy() (Lesson 4) an argument
+#    for it, with the default of the option. In the test of all printed numbers (Chapters 2 to 4)
+#    add it to `options`, and its value to both calls of loss_and_accuracy().
+# 3. If plain PyTorch cannot repeat it, as with --amp, write a test of its own in Chapters 2 to 4.
+# 4. What main() refuses goes to COMMAND_LINES.
+# 5. Have ddp_reference.py ignore it for a moment, first in training and then in evaluation. A test
+#    must fail each time.
+# 6. Run all tests. If one says that the README's diff shows other lines, you have changed a line
+#    that the README quotes. Change it there, too.
 
 
 # ------------------------------------------------------------------------------------------------
