@@ -10,9 +10,9 @@ averages the gradients over the ranks. Then all ranks take the same optimizer st
 stay equal.
 
 The number of ranks changes the speed of a training, but its result only by rounding. The exceptions
-are dropout, --local-bn, and BatchNorm with --micro-batch-size (see the README). A job that was
-killed goes on if it is started again with the same --checkpoint, on any number of ranks that
-divides the global batch.
+are dropout, whose masks each rank draws itself, and --local-bn or --micro-batch-size, with which
+BatchNorm sees only a part of the batch. A job that was killed goes on if it is started again with
+the same --checkpoint, on any number of ranks that divides the global batch.
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
@@ -132,7 +132,7 @@ def positive_int(text):
 def parse_args():
     """Return (args, refuse). refuse(message) prints one line and ends the program with status 2."""
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
-    add = partial(parser.add_argument, type=positive_int)  # unless another type is given
+    add = partial(parser.add_argument, type=positive_int)  # This type is the default.
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
     add("--num-workers", type=int, default=0, help="processes with which each loader reads")
     add("--epochs", default=6, help="passes over the training data")
@@ -161,7 +161,7 @@ class DistributedSampler(Sampler):
     its positions r, r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches
     of all ranks are together the positions k*B to k*B + B - 1: on any number of ranks a step has
     the same samples. If W does not divide the dataset, the first samples are repeated at the end;
-    with drop_last the last ones are left out. Raises ValueError for a rank that is not one of W.
+    with drop_last the last ones are left out. Raises ValueError unless 0 <= rank < W.
     """
 
     def __init__(
@@ -198,6 +198,7 @@ class DistributedSampler(Sampler):
             if self.was_read:  # PyTorch's sampler says nothing (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
+            # int32 takes 4 bytes a sample, and a NumPy array is quick to index.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32).numpy()
         for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
@@ -244,7 +245,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     # (huggingface/transformers#34242). If there are none, the gradient is 0, and stays 0.
     factor = dist.get_world_size() / total[0].clamp(min=1e-9)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, factor.float())  # one kernel for all gradients
+    torch._foreach_mul_(gradients, factor.float())  # few kernels, as in PyTorch's optimizers
     if clip_grad_norm:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
@@ -388,8 +389,8 @@ def run_rank(args, init_method="env://"):
         # The launcher reports this once the process ends. If NCCL prevents that, exit after 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # Destroy the group only after train() has returned, because that may hang while a DDP model
-    # exists. After an exception it is skipped, because it could wait for ranks that have no error
+    # To destroy the group may hang while a DDP model exists, so train() has returned before. After
+    # an exception this is skipped, because it could wait for ranks that have no error
     # (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
@@ -405,7 +406,7 @@ def run_spawned_rank(rank, world_size, args, init_method):
 def main():
     """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks.
 
-    What cannot work is refused in one line, with status 2.
+    A mistake that can be seen before the ranks start is refused in one line, with status 2.
     """
     args, refuse = parse_args()
     under_torchrun = "LOCAL_RANK" in os.environ
@@ -430,11 +431,11 @@ def main():
         path = os.path.realpath(args.checkpoint)  # For "" this is the working directory.
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             refuse("--checkpoint is a folder, or its folder is missing or read-only")
-        args.checkpoint = path  # A symbolic link stays one, because the file that it names is used.
+        args.checkpoint = path  # So a symbolic link stays, and only the file that it names changes.
 
     if under_torchrun:
-        # Loader workers are spawned, as below mp.spawn(), because forked ones may hang: their rank
-        # has threads (see the documentation of DistributedDataParallel).
+        # A rank has threads, so a loader worker that is forked from it may hang (see the
+        # documentation of DistributedDataParallel). Ranks of mp.spawn() spawn theirs anyway.
         mp.set_start_method("spawn")
         return run_rank(args)
     threads = torch.get_num_threads() // world_size or 1
@@ -504,7 +505,7 @@ def seed_generators(seed, *place):
     The place of an item is (epoch, index), that of a step (epoch, samples_read, rank), all integers
     from 0 on. Because of this no checkpoint has to hold the state of a generator.
     """
-    # Three seeds, because PyTorch and NumPy draw the same numbers from the same seed.
+    # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
     torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() takes 70 times as long.
@@ -579,8 +580,8 @@ def keep_own_samples(layer, inputs, output):
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
 
-    PyTorch sends ranks only SIGINT, which jobs in the background ignore, and its loader workers
-    notice the end only after seconds.
+    Ranks of mp.spawn() are sent only SIGINT, which a job that a script has started with & ignores,
+    and loader workers notice the end only after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
@@ -593,7 +594,7 @@ def restart_watchdog(timeout):
     """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
     First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
-    one after another. Then the last one exits, which ends the others.
+    one after another. Then the last one exits, which ends the others (unless it was already done).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seconds = timeout + 5 * rank / world_size  # RANKS DIFFER
