@@ -1,7 +1,7 @@
 """The guarantees of ddp_reference.py. Read the names of the tests as a list of these guarantees.
 
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
-    bash run.sh test -k Lesson       # the lessons: the acceptance test of a machine with GPUs
+    bash run.sh test -k Lesson       # the lessons, also the acceptance test of a machine with GPUs
 
 First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
 The docstring of that file explains the words, such as rank, world size, global batch and
@@ -9,8 +9,9 @@ all-reduce. Each lesson compares what ranks do with something simpler, such as P
 one process that has the whole batch. Nets and losses are compared up to rounding, because ranks add
 the same numbers in another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of
 this file). Cover the next lines and predict what they say, change the line, run, for example,
-`bash run.sh test -k Lesson3`, and undo the change. If a test fails in a rank, read from the last
-"Traceback" on.
+`bash run.sh test -k Lesson3`, and undo the change. Ask each time whether a job would have raised an
+error, and whether one rank would have shown the fault. Most do neither. If a test fails in a rank,
+read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
@@ -74,8 +75,8 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# Can the GPUs add up? Sums of integers are exact, so a single wrong bit shows here, which in
-# training might pass for noise.
+# Can the GPUs add up? In training a wrong bit may pass for noise. Sums of integers are exact, so
+# here it shows.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
 # on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
@@ -84,14 +85,15 @@ def setUpModule():
 # test fails with an error. If they hang, it fails after a minute or so, and each rank prints where
 # it waits.
 #
-# run_job() starts the ranks, and each calls add_up_integers() in place of train(). (How it works
-# stands under "Helpers", which you can read later.) A single GPU has nothing to add up. On such a
-# machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
-#
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
 # Then each rank keeps its own numbers, and you see the message of the rank that fails first: 262144
-# of 262144 integers are wrong. (With two ranks, rank 1 says 262143: at i = 0 its own number is the
-# sum, 0 + 1.)
+# of 262144 integers (the list of 1 MB) are wrong. (With two ranks, rank 1 says 262143: at i = 0 its
+# own number is the sum, 0 + 1.)
+#
+# A single GPU has nothing to add up. On such a machine use two ranks on the CPU:
+# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`. In the code, run_job() starts the ranks, and
+# each calls add_up_integers() in place of train(). (How it works stands under "Helpers". You can
+# read on without it.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -158,10 +160,13 @@ class Lesson1Sampler(TestCase):
             # zip() takes a batch of each rank. Together they are a step.
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
             assert read == expected, f"{world_size} ranks read {read}, not {expected}"
-            assert len(loaders[0]) == len(read)  # A loader knows how many steps are left.
+            assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
-        """Ours takes PyTorch's place: the same arguments, indices and attributes."""
+        """Ours takes PyTorch's place: the same arguments, indices and attributes.
+
+        This is about compatibility. You can skip it at first.
+        """
         # To save memory our permutation is of int32. It must agree with PyTorch's of int64. (70000
         # samples do not fit into 16 bits.)
         for num_samples, num_replicas, shuffle, drop_last in product(
@@ -176,7 +181,7 @@ class Lesson1Sampler(TestCase):
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(theirs).items() <= vars(ours).items(), f"not all of {vars(theirs)}"
+                assert vars(theirs).items() <= vars(ours).items(), f"ours has not all of {vars(theirs)}"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
@@ -185,17 +190,18 @@ class Lesson1Sampler(TestCase):
 # Here two ranks read for two epochs, each in batches of 4, so a full step has 8 samples. set_epoch
 # is called only where the title says so, and drop_last is an option of the DataLoader, not of the
 # sampler. Which of these faults does each experiment show?
-# A. All ranks do the same work.
-# B. Each epoch has the same order. (Look for this in 1 to 3 only.)
+# A. All ranks do the same work, so more ranks save no time.
+# B. Each epoch has the same order, and should have a new one. (Look for this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
-# D. In an epoch some samples are read once more than the others.
-# E. A step has fewer than 8 samples. (A sample that both ranks read counts twice.)
-# Write down the letters of each experiment, for 4 and 5 those of both runs. One shows none of them.
-# Then look up the answers in the README, under "Which samples a rank reads".
+# D. In an epoch some samples are read once more than the others, so they weigh more.
+# E. A step has fewer than 8 samples, so its gradient is noisier. (A sample that both ranks read
+#    counts twice.)
+# Write down the letters of each experiment, for 4 and 5 all letters of the two runs. One experiment
+# shows none. Then look up the answers in the README, under "Which samples a rank reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
 # Then epoch 1 of experiment 3 has the order of epoch 0. The message shows the line that was read,
-# and that of the table.
+# and that of the table. (Lesson 1 does not see this, because it stays in epoch 0.)
 EXPERIMENTS = """
                   epoch 0               epoch 1
 1. 8 samples, no sampler
@@ -431,8 +437,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
-# it differs, but not the factor. Yet one rank passes: a fault of this kind never shows on a single
-# GPU.
+# it differs, but not the factor. Yet one rank passes: a fault of this kind never shows in a job
+# of one rank.
 #
 # To break it in another way, leave out `dist.all_reduce(total)` there.
 # Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
@@ -444,8 +450,9 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # test fails, because a net of NaN is not saved.
 #
 # A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True.
-# Then DDP averages after each micro-batch. To average an average again changes nothing, but the
-# ranks wait for each other more often. The test of the collectives in Chapters 2 to 4 fails.
+# Then DDP averages after each micro-batch. What was averaged before is equal on all ranks, so to
+# average it again changes nothing, but the ranks wait for each other more often. The test of the
+# collectives in Chapters 2 to 4 fails.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -458,7 +465,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
     # This rank, with its share of the same batch, and an equal net.
-    net = ddp.convert_batch_norm(make_net().to(device))  # for Lesson 5
+    net = ddp.convert_batch_norm(make_net().to(device))  # It does nothing before Lesson 5.
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
@@ -489,9 +496,10 @@ def batch_sums(output, y, *others, old=batch_sums):
 # Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
 # (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
 # samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
-# all-reduce after the loop adds up those of all ranks. Within the loop no rank may wait for another
-# one: of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three. So in its
-# fourth batch rank 0 would meet rank 1 in the wrong collective, the all-reduce after the loop.
+# all-reduce after the loop adds up those of all ranks. Within the loop there must be no collective.
+# Of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three. If each batch called
+# a collective, the fourth call of rank 0 would be matched with the all-reduce that rank 1 calls
+# after its loop, which would mix up their data.
 #
 # BatchNorm evaluates with the running mean and variance of what it saw in training. If each rank
 # has seen only its own samples (--local-bn), these differ. So all ranks evaluate with those of
@@ -542,7 +550,7 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
-# A sample changes the losses of all ranks, so its gradient comes from all ranks.
+# Each value changes the losses of all ranks, so its gradient has a part from each rank.
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 1, and rank 1 the values 3 and 3. A rank that sees only its own
@@ -554,9 +562,10 @@ class Lesson4Evaluation(TestCase):
 # the loss of rank 1. Let one value of rank 0 become 5. The mean of all four is then 3, so the
 # values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. So the gradient of that
 # value has two parts, one from the loss of each rank. Each rank computes the part of its own loss,
-# and sum_over_ranks() adds up the parts. (DDP does not do this: it averages the gradients of
-# parameters, and the value is none.) With both passes right, Lesson 3 holds for a net with
-# BatchNorm, but not in micro-batches, because a layer sees only one of them.
+# and sum_over_ranks() adds up the parts. (DDP does not do this, because the value is not a
+# parameter. The parts are added up, and not averaged, because the loss of the batch is the sum of
+# the ranks' losses.) With both passes right, Lesson 3 holds for a net with BatchNorm, but not in
+# micro-batches, because a layer sees only one of them at a time.
 #
 # The first test converts the net itself, so the second asks whether train() does. PyTorch refuses
 # to normalize a single value. If a job of two ranks with one value each runs, its layers saw both.
@@ -593,13 +602,17 @@ class Lesson5BatchNorm(TestCase):
 # nothing, computes each batch at once, never resumes, and saves only the net that it ends with.
 #
 # The job has augmentation, a warm-up, clipping and uneven labels. It must end with the net of the
-# loop on 1 rank, on 2 with loader workers, on 3, on 4, and if it starts on 4 ranks, is stopped,
-# goes on with 3, is stopped again, and ends with 2. All of this is done twice, the second time in
-# micro-batches (and without BatchNorm). It works for three reasons:
+# loop
+# - on 1 rank, on 2 with loader workers, on 3 and on 4,
+# - if it starts on 4 ranks, is stopped, goes on with 3, is stopped again, and ends with 2,
+# - and all of this once more in micro-batches (and without BatchNorm).
+#
+# It does so for four reasons:
 # - The samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks.
 # - The random numbers of an item follow from the seed, the epoch and the index, whichever rank
 #   reads it.
+# - The learning rate follows from the samples that were read, and not from the steps of a run.
 # - The checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
 #   read.
 #
@@ -609,7 +622,8 @@ class Lesson5BatchNorm(TestCase):
 # the cause.)
 #
 # To break it in another way, leave out the line `seed_generators(...)` in SeededItems.
-# Then an item takes the random numbers that come next in its process. This fails even on one rank.
+# Then an item takes the random numbers that come next in its process. This fails even on one rank,
+# because the loop seeds each item.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
