@@ -4,14 +4,16 @@
     bash run.sh test -k Lesson       # the lessons, also the acceptance test of a machine with GPUs
 
 First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
-The docstring of that file explains the words, such as rank, world size, global batch and
-all-reduce. Each lesson compares what ranks do with something simpler, such as PyTorch's sampler or
-one process that has the whole batch. Nets and losses are compared up to rounding, because ranks add
-the same numbers in another order. "To break it" names a line of ddp_reference.py (in Lesson 0, of
-this file). Cover the next lines and predict what they say, change the line, run, for example,
-`bash run.sh test -k Lesson3`, and undo the change. Ask each time whether a job would have raised an
-error, and whether one rank would have shown the fault. Most do neither. If a test fails in a rank,
-read from the last "Traceback" on.
+The docstring of that file explains the words, such as rank, global batch and all-reduce. Each
+lesson compares what ranks do with something simpler, such as PyTorch's sampler or one process that
+has the whole batch. (Nets and losses are compared up to rounding, because ranks add the same
+numbers in another order.)
+
+"To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
+and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
+and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
+job of one rank have shown it? For most of these faults both answers are no, so a test has to
+compare. If a test fails in a rank, read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
@@ -75,25 +77,22 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# Can the GPUs add up? In training a wrong bit may pass for noise. Sums of integers are exact, so
-# here it shows.
+# In training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
 # on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
-# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). If all is well, each rank prints how fast
-# 64 MB were added up (pytest shows this only with -s). If the ranks cannot reach each other, the
-# test fails with an error. If they hang, it fails after a minute or so, and each rank prints where
-# it waits.
+# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was. If the
+# ranks hang, the test fails after a minute or so, and each rank prints where it waits.
+#
+# A single GPU has nothing to add up, so there the test passes even when it is broken. On such a
+# machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own numbers, and you see the message of the rank that fails first: 262144
-# of 262144 integers (the list of 1 MB) are wrong. (With two ranks, rank 1 says 262143: at i = 0 its
-# own number is the sum, 0 + 1.)
+# Then each rank keeps its own list, and of 262144 integers 262144 are wrong. (On rank 1 of 2 only
+# 262143 are: at i = 0 its own number, 1, is also the sum.)
 #
-# A single GPU has nothing to add up. On such a machine use two ranks on the CPU:
-# `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`. In the code, run_job() starts the ranks, and
-# each calls add_up_integers() in place of train(). (How it works stands under "Helpers". You can
-# read on without it.)
+# In the code, run_job() starts the ranks, and each calls add_up_integers() in place of train(). How
+# it works stands under "Helpers". You can read on without it.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -124,17 +123,18 @@ class Lesson0Machine(TestCase):
 # A step has the same samples on any number of ranks.
 #
 # All ranks draw the same order of the samples, because each seeds its shuffle with the same number,
-# --seed plus the epoch. So no rank has to ask another one. set_epoch() tells the sampler the epoch.
-# Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this order, in batches of
-# B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and
-# then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step has the positions 0 to B - 1,
-# the second one B to 2B - 1, and so on, for every W that divides B. Lesson 6 rests on this.
+# --seed plus the epoch. Of W ranks, rank r reads the positions r, r + W, r + 2W and so on of this
+# order, in batches of B / W, where B is the global batch size. With B = 4 and W = 2, rank 0 reads
+# the positions 0, 2 and then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step has the
+# positions 0 to B - 1, the second one B to 2B - 1, and so on, for every W that divides B.
 #
 # A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then its
-# ranks, which may now be more or fewer, share the rest of the order. (PyTorch's sampler cannot do
-# this, so we have our own.) The first test puts together what all ranks read in each step, and
-# compares it with the order of PyTorch's sampler for a single rank. (Both are sorted, because
-# within a step the order does not matter.)
+# ranks, which may now be more or fewer, share the rest of the order. PyTorch's sampler cannot do
+# this, so we have our own.
+#
+# The first test puts together what all ranks read in each step, and compares it with the order of
+# PyTorch's sampler for a single rank. (Both are sorted, because within a step the order does not
+# matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and with two ranks the message shows each of them
@@ -167,8 +167,8 @@ class Lesson1Sampler(TestCase):
 
         This is about compatibility. You can skip it at first.
         """
-        # To save memory our permutation is of int32. It must agree with PyTorch's of int64. (70000
-        # samples do not fit into 16 bits.)
+        # To save memory our permutation is of int32. It must agree with PyTorch's of int64, also for
+        # 70000 samples, which 16 bits could not count.
         for num_samples, num_replicas, shuffle, drop_last in product(
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
         ):
@@ -181,23 +181,22 @@ class Lesson1Sampler(TestCase):
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(theirs).items() <= vars(ours).items(), f"ours has not all of {vars(theirs)}"
+                assert vars(theirs).items() <= vars(ours).items(), f"ours has {vars(ours)}"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
-# Here two ranks read for two epochs, each in batches of 4, so a full step has 8 samples. set_epoch
-# is called only where the title says so, and drop_last is an option of the DataLoader, not of the
-# sampler. Which of these faults does each experiment show?
-# A. All ranks do the same work, so more ranks save no time.
-# B. Each epoch has the same order, and should have a new one. (Look for this in 1 to 3 only.)
+# Two ranks read for two epochs, each in batches of 4. set_epoch is called only where the title says
+# so, and drop_last is an option of the DataLoader, not of the sampler. Which of these faults does
+# each experiment show? (4 and 5 are two runs each.)
+# A. All ranks do the same work, so more ranks save no time and make no gradient less noisy.
+# B. Each epoch has the same order. (Look for this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read once more than the others, so they weigh more.
-# E. A step has fewer than 8 samples, so its gradient is noisier. (A sample that both ranks read
-#    counts twice.)
-# Write down the letters of each experiment, for 4 and 5 all letters of the two runs. One experiment
-# shows none. Then look up the answers in the README, under "Which samples a rank reads".
+# E. A rank has fewer than 4 samples in a step, so its gradient is noisier.
+# One experiment shows none. Then look up the answers in the README, under "Which samples a rank
+# reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
 # Then epoch 1 of experiment 3 has the order of epoch 0. The message shows the line that was read,
@@ -417,23 +416,21 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # ---- Lesson 3: a step (train_step)
 # The mean of the ranks' means is not the mean.
 #
-# After a step every rank has the parameters that one process would have if it had taken the step
-# with the whole batch. This holds even if ranks have unequally many labels (a signal has one for
-# each point, but some are ignored), and if a rank computes its share in parts, the micro-batches.
-# What we want is the gradient of the mean over all labels of the batch. If each rank took the mean
-# over its own labels, a label would weigh more on a rank that has few. So the losses are summed,
-# and the gradient of the sum is divided by the number of all labels. But DDP averages the gradients
-# of the ranks, which divides their sum by the world size. So train_step() multiplies by the world
-# size again.
+# A step must be that of one process with the whole batch, even if ranks have unequally many labels
+# (a signal has one for each point, but some are ignored). If each rank took the mean over its own
+# labels, a label would weigh more on a rank that has few. Therefore
+# - each rank takes the gradient of the sum of its losses,
+# - DDP averages these gradients, which divides their sum by the world size,
+# - train_step() multiplies by the world size, and divides by the number of all labels.
 #
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
 # ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same. The second test has batches without any label. Their
-# mean would be 0 / 0, so train_step() must leave the gradient at 0.
+# gradients in place of losses it is the same.
 #
-# With sums, micro-batches are easy: backward() adds the gradients of each micro-batch to those of
-# the ones before, so DDP has to average only once, after the last one.
+# A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
+# so DDP has to average only once, after the last one. In the second test no sample has a label.
+# Then the gradient must be 0, and not 0 / 0.
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
@@ -465,7 +462,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
     # This rank, with its share of the same batch, and an equal net.
-    net = ddp.convert_batch_norm(make_net().to(device))  # It does nothing before Lesson 5.
+    net = ddp.convert_batch_norm(make_net().to(device))  # plain_net() has no BatchNorm.
     optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
@@ -493,17 +490,18 @@ def batch_sums(output, y, *others, old=batch_sums):
 # ---- Lesson 4: evaluation (evaluate)
 # Add up sums over the ranks, and divide only once.
 #
-# Loss and accuracy are those of one process with all samples, even if the ranks have unequally many
-# (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
-# samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
-# all-reduce after the loop adds up those of all ranks. Within the loop there must be no collective.
-# Of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three. If each batch called
-# a collective, the fourth call of rank 0 would be matched with the all-reduce that rank 1 calls
-# after its loop, which would mix up their data.
+# Loss and accuracy must be those of one process with all samples, even if the ranks have unequally
+# many (25 samples), and even if some have none (2 samples on 4 ranks). PyTorch's sampler would
+# repeat samples, which falsifies the means. Instead each rank adds up its own losses and labels,
+# and one all-reduce after the loop adds up those of all ranks.
 #
-# BatchNorm evaluates with the running mean and variance of what it saw in training. If each rank
-# has seen only its own samples (--local-bn), these differ. So all ranks evaluate with those of
-# rank 0.
+# Within the loop there must be no collective. Of 25 samples in batches of 4, rank 0 of 2 has four
+# batches and rank 1 three. So the fourth call of rank 0 would be matched with the all-reduce that
+# rank 1 calls after its loop. Then the sums are wrong, and the last call of rank 0 waits for a
+# partner.
+#
+# BatchNorm evaluates with the running mean and variance of what it saw in training. With --local-bn
+# each rank has seen only its own samples, so all ranks take the statistics of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
 # Then each rank returns the sums of its own samples. The message shows the means of one rank, and
@@ -568,7 +566,8 @@ class Lesson4Evaluation(TestCase):
 # micro-batches, because a layer sees only one of them at a time.
 #
 # The first test converts the net itself, so the second asks whether train() does. PyTorch refuses
-# to normalize a single value. If a job of two ranks with one value each runs, its layers saw both.
+# to normalize a single value. So let each of two ranks have one value. If such a job ends without
+# an error, its layers have seen both.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
@@ -675,9 +674,9 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# A trap for the job, which you can skip at first: each label has the weight 0.001, as it might in a
-# weighted loss. This must cancel out in the mean. (With clamp(min=1) in train_step() it would not,
-# because the weights of a batch add up to less than 1.)
+# The job runs with this edit, which must change nothing. The number of labels and their losses are
+# divided by 1000, as if each label had the weight 0.001. (With clamp(min=1) in train_step() it
+# would change the net, because the weights of a batch add up to less than 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
