@@ -167,8 +167,8 @@ class Lesson1Sampler(TestCase):
 
         This is about compatibility. You can skip it at first.
         """
-        # To save memory our permutation is of int32. It must agree with PyTorch's of int64, also for
-        # 70000 samples, which 16 bits could not count.
+        # To save memory our permutation is of int32. It must agree with PyTorch's of int64, also
+        # for 70000 samples, which 16 bits could not count.
         for num_samples, num_replicas, shuffle, drop_last in product(
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
         ):
@@ -181,7 +181,7 @@ class Lesson1Sampler(TestCase):
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(theirs).items() <= vars(ours).items(), f"ours has {vars(ours)}"
+                assert vars(theirs).items() <= vars(ours).items(), f"{vars(theirs)}, but {vars(ours)}"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
