@@ -12,8 +12,8 @@ numbers in another order.)
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
 and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
-job of one rank have shown it? For most of these faults both answers are no, so a test has to
-compare. If a test fails in a rank, read from the last "Traceback" on.
+job of one rank have shown it? For more than half of these faults both answers are no, so a
+test has to compare. If a test fails in a rank, read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
@@ -77,15 +77,16 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# In training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
+# All lessons rest on the all-reduce, which gives every rank the sum of all ranks' tensors. In
+# training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
 # on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
 # i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was. If the
 # ranks hang, the test fails after a minute or so, and each rank prints where it waits.
 #
-# A single GPU has nothing to add up, so there the test passes even when it is broken. On such a
-# machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
+# A single GPU has nothing to add up, so there the test passes even without the all-reduce. On such
+# a machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
 # Then each rank keeps its own list, and of 262144 integers 262144 are wrong. (On rank 1 of 2 only
@@ -128,8 +129,8 @@ class Lesson0Machine(TestCase):
 # the positions 0, 2 and then 4, 6, while rank 1 reads 1, 3 and then 5, 7. So the first step has the
 # positions 0 to B - 1, the second one B to 2B - 1, and so on, for every W that divides B.
 #
-# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Then its
-# ranks, which may now be more or fewer, share the rest of the order. PyTorch's sampler cannot do
+# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Its ranks,
+# whose number may have changed, share the rest of the order. PyTorch's sampler cannot do
 # this, so we have our own.
 #
 # The first test puts together what all ranks read in each step, and compares it with the order of
@@ -181,16 +182,17 @@ class Lesson1Sampler(TestCase):
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", f"the indices differ for {arguments}"
                 # Each attribute of PyTorch's sampler is also one of ours, with the same value.
-                assert vars(theirs).items() <= vars(ours).items(), f"{vars(theirs)}, but {vars(ours)}"
+                assert vars(theirs).items() <= vars(ours).items(), f"{vars(theirs)}, {vars(ours)}"
 
 
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
 # Two ranks read for two epochs, each in batches of 4. set_epoch is called only where the title says
-# so, and drop_last is an option of the DataLoader, not of the sampler. Which of these faults does
-# each experiment show? (4 and 5 are two runs each.)
-# A. All ranks do the same work, so more ranks save no time and make no gradient less noisy.
+# so, and drop_last is an option of the DataLoader, not of the sampler. (Without a sampler the
+# DataLoader does not shuffle.) Which of these faults does each experiment show?
+# (4 and 5 are two runs.)
+# A. All ranks read the same samples, so a second rank is of no use.
 # B. Each epoch has the same order. (Look for this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read once more than the others, so they weigh more.
@@ -268,12 +270,12 @@ class Lesson2Experiments(TestCase):
 #   exception if a rank does. With train=function, each rank calls function(args, device) in place
 #   of train(). With edit=text, each rank first executes this text inside the module ddp_reference,
 #   as if you had edited the file. A function in the text takes the place of the old one, and can
-#   still call it, as in `def f(x, *others, old=f)`. `*others` lets the edit work if your copy
-#   passes more arguments, by position.
+#   still call it, as in `def f(x, *others, old=f)`. (`*others` takes further arguments, if your
+#   copy passes some by position.)
 # - SMALL are the options of a small job. If an option is given twice, the later one counts.
-# - net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job that is stopped on
-#   four ranks after half an epoch, and goes on with two. In the first epoch its learning rate
-#   grows, by warm_up().
+# - (For Lesson 6.) net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job
+#   that is stopped on four ranks after half an epoch, and goes on with two. In the first epoch its
+#   learning rate grows, by warm_up().
 # - share(x) is the part of x that this rank has: every world_size-th item, as in Lesson 1.
 # - whole_batch(dataset) is one batch of all samples.
 # - The samples of Ragged have unequally many labels, and plain_net() has no BatchNorm.
@@ -416,9 +418,9 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # ---- Lesson 3: a step (train_step)
 # The mean of the ranks' means is not the mean.
 #
-# A step must be that of one process with the whole batch, even if ranks have unequally many labels
-# (a signal has one for each point, but some are ignored). If each rank took the mean over its own
-# labels, a label would weigh more on a rank that has few. Therefore
+# A step must move the net as one process with the whole batch would, even if ranks have unequally
+# many labels (a signal has one for each point, but some are ignored). If each rank took the mean
+# over its own labels, a label would weigh more on a rank that has few. Therefore
 # - each rank takes the gradient of the sum of its losses,
 # - DDP averages these gradients, which divides their sum by the world size,
 # - train_step() multiplies by the world size, and divides by the number of all labels.
@@ -429,13 +431,14 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # gradients in place of losses it is the same.
 #
 # A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
-# so DDP has to average only once, after the last one. In the second test no sample has a label.
-# Then the gradient must be 0, and not 0 / 0.
+# so DDP has to average only once, after the last one.
+#
+# If no sample of a batch has a label, the gradient must be 0, and not NaN. The second test sees the
+# NaN: it asks whether the net can be saved.
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
-# it differs, but not the factor. Yet one rank passes: a fault of this kind never shows in a job
-# of one rank.
+# it differs, but not the factor. Yet one rank passes, because it multiplies by 1.
 #
 # To break it in another way, leave out `dist.all_reduce(total)` there.
 # Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
@@ -449,7 +452,7 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True.
 # Then DDP averages after each micro-batch. What was averaged before is equal on all ranks, so to
 # average it again changes nothing, but the ranks wait for each other more often. The test of the
-# collectives in Chapters 2 to 4 fails.
+# collectives sees this: `bash run.sh test -k Chapters2To4`.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch.
 
@@ -467,7 +470,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
 
-    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has a different net than one process"
+    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has a different net from one process"
     assert_close(net.state_dict(), expected.state_dict(), f"{what} ({micro_batch_size=})")
 
 
@@ -495,13 +498,12 @@ def batch_sums(output, y, *others, old=batch_sums):
 # repeat samples, which falsifies the means. Instead each rank adds up its own losses and labels,
 # and one all-reduce after the loop adds up those of all ranks.
 #
-# Within the loop there must be no collective. Of 25 samples in batches of 4, rank 0 of 2 has four
-# batches and rank 1 three. So the fourth call of rank 0 would be matched with the all-reduce that
-# rank 1 calls after its loop. Then the sums are wrong, and the last call of rank 0 waits for a
-# partner.
+# Within the loop there must be no collective, because ranks may have unequally many batches. Of 25
+# samples in batches of 4, rank 0 of 2 has four batches and rank 1 three.
 #
-# BatchNorm evaluates with the running mean and variance of what it saw in training. With --local-bn
-# each rank has seen only its own samples, so all ranks take the statistics of rank 0.
+# A BatchNorm layer (Lesson 5) evaluates with the running mean and variance of what it saw in
+# training. With the option --local-bn each rank has seen only its own samples. One net must be
+# evaluated, so all ranks take the statistics of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
 # Then each rank returns the sums of its own samples. The message shows the means of one rank, and
@@ -510,6 +512,10 @@ def batch_sums(output, y, *others, old=batch_sums):
 # To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`.
 # Then each rank uses its own statistics. As the sums of all ranks are added up, loss and accuracy
 # are wrong on all ranks, also on rank 0.
+#
+# To break it in a third way, indent `dist.all_reduce(total)`, so that it stands in the loop.
+# Then labels are counted more than once. And rank 0 of 2 waits in its fourth batch for rank 1,
+# which has only three. The message is that of rank 1.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -548,7 +554,7 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
-# Each value changes the losses of all ranks, so its gradient has a part from each rank.
+# A sample changes the losses of all ranks, so the backward pass, too, must add up over the ranks.
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 1, and rank 1 the values 3 and 3. A rank that sees only its own
@@ -558,23 +564,25 @@ class Lesson4Evaluation(TestCase):
 #
 # That is the forward pass. The backward pass needs more, because a value of rank 0 now also changes
 # the loss of rank 1. Let one value of rank 0 become 5. The mean of all four is then 3, so the
-# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. So the gradient of that
-# value has two parts, one from the loss of each rank. Each rank computes the part of its own loss,
-# and sum_over_ranks() adds up the parts. (DDP does not do this, because the value is not a
-# parameter. The parts are added up, and not averaged, because the loss of the batch is the sum of
-# the ranks' losses.) With both passes right, Lesson 3 holds for a net with BatchNorm, but not in
-# micro-batches, because a layer sees only one of them at a time.
+# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. If it grows further, they
+# fall below 0. So at 5 the gradient of this value has two parts, one from the loss of each rank.
+# (At 1 the second part happens to be 0, as the effects of mean and variance cancel.) Each rank
+# computes the part of its own loss, and sum_over_ranks() adds up the parts. DDP does not do this,
+# because the value is not a parameter.
 #
-# The first test converts the net itself, so the second asks whether train() does. PyTorch refuses
-# to normalize a single value. So let each of two ranks have one value. If such a job ends without
-# an error, its layers have seen both.
+# With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
+# a layer sees only one of them at a time.
+#
+# In the first test compare_step() calls convert_batch_norm(), so that test would not notice if
+# train() forgot to. The second one does. PyTorch refuses to normalize a single value per channel.
+# So let each of two ranks have one. If such a job ends without an error, its layers have seen both.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks().
-# Then two ranks differ from one process, with the message of Lesson 3, because no rank knows how
-# its samples change the losses of the others.
+# Then two ranks differ from one process, with the message of Lesson 3, because each lacks the parts
+# from the loss of the other one.
 #
 # To break it in another way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
 # Then the job does not convert its net, and the second test fails with PyTorch's message.
@@ -585,8 +593,8 @@ class Lesson5BatchNorm(TestCase):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
     def test_two_ranks_with_one_value_each_see_both(self):
-        """So the job runs. With --local-bn, or on one rank, PyTorch refuses the single value."""
-        # A signal of length 1 is one value per channel. Each job adds the size of its global batch.
+        """Such a job ends well. With --local-bn, or on one rank, PyTorch refuses the value."""
+        # A signal of length 1 is one value per channel. The size of the global batch follows.
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -597,30 +605,34 @@ class Lesson5BatchNorm(TestCase):
 # ---- Lesson 6: the number of ranks, and stops (train)
 # The number of ranks changes the time, and not the training.
 #
-# A whole job ends with the net of a loop in plain PyTorch. Read plain_loop() first. It shares
-# nothing, computes each batch at once, never resumes, and saves only the net that it ends with.
+# A whole job must end with the net of a loop in plain PyTorch. Read plain_loop() first. It is one
+# process, computes each batch at once, never resumes, and saves only the net that it ends with.
 #
-# The job has augmentation, a warm-up, clipping and uneven labels. It must end with the net of the
-# loop
-# - on 1 rank, on 2 with loader workers, on 3 and on 4,
-# - if it starts on 4 ranks, is stopped, goes on with 3, is stopped again, and ends with 2,
-# - and all of this once more in micro-batches (and without BatchNorm).
-#
-# It does so for four reasons:
-# - The samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
-#   of ranks.
-# - The random numbers of an item follow from the seed, the epoch and the index, whichever rank
-#   reads it.
-# - The learning rate follows from the samples that were read, and not from the steps of a run.
-# - The checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
+# The job has augmentation, a warm-up, clipping and uneven labels. It runs on 1 rank, on 2 with
+# loader workers, on 3 and on 4. Then a job starts on 4 ranks, is stopped, goes on with 3, is
+# stopped again, and ends with 2. All of this is done once more in micro-batches. The net is the
+# same because
+# - the samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
+#   of ranks,
+# - the random numbers of an item follow from the seed, the epoch and the index, whichever rank
+#   reads it,
+# - the learning rate follows from the samples that were read, and not from the steps of a run,
+# - the checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
 #   read.
 #
-# To break it, leave out the line `optimizer.load_state_dict(...)` in resume().
-# Then the momentum is lost, and only the job that was stopped ends with a different net. The
-# message names its three runs. (If it names a single run, with ranks=1, neither ranks nor stops are
-# the cause.)
+# The exceptions are dropout, whose masks each rank draws itself, and BatchNorm with --local-bn or
+# in micro-batches. They are not in this test.
 #
-# To break it in another way, leave out the line `seed_generators(...)` in SeededItems.
+# To break it, leave out `// dist.get_world_size()` in make_loaders().
+# Then the batch grows with the number of ranks, a common fault. One rank passes. Two ranks make one
+# step an epoch in place of three, and the message names their run. (Lesson 1 does not see this,
+# because it makes its own loaders.)
+#
+# To break it in another way, leave out the line `optimizer.load_state_dict(...)` in resume().
+# Then the momentum is lost, and only the job that was stopped ends with a different net. The
+# message names its three runs.
+#
+# To break it in a third way, leave out the line `seed_generators(...)` in SeededItems.
 # Then an item takes the random numbers that come next in its process. This fails even on one rank,
 # because the loop seeds each item.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
@@ -674,9 +686,10 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# The job runs with this edit, which must change nothing. The number of labels and their losses are
-# divided by 1000, as if each label had the weight 0.001. (With clamp(min=1) in train_step() it
-# would change the net, because the weights of a batch add up to less than 1.)
+# You can skip this edit. The job runs with it to test one thing more on the way: each label has the
+# weight 0.001. A weight that all labels share cancels out of the mean, so the net must stay the
+# same. (It would not with clamp(min=1) in train_step(), because the weights of a batch add up to
+# less.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
