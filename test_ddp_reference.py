@@ -190,8 +190,7 @@ class Lesson1Sampler(TestCase):
 #
 # Two ranks read for two epochs, each in batches of 4. set_epoch is called only where the title says
 # so, and drop_last is an option of the DataLoader, not of the sampler. (Without a sampler the
-# DataLoader does not shuffle.) Which of these faults does each experiment show?
-# (4 and 5 are two runs.)
+# DataLoader does not shuffle.) Which of these faults does each experiment show, in each of its runs?
 # A. All ranks read the same samples, so a second rank is of no use.
 # B. Each epoch has the same order. (Look for this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
