@@ -11,9 +11,9 @@ numbers in another order.)
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
-and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
-job of one rank have shown it? For more than half of these faults both answers are no, so a
-test has to compare. If a test fails in a rank, read from the last "Traceback" on.
+and undo the change. Ask each time: would a job with this fault have ended with an error? Would the
+test fail on one rank? For more than half of these faults both answers are no, so a test has to
+compare, on several ranks. If a test fails in a rank, read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
@@ -77,7 +77,7 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# All lessons rest on the all-reduce, which gives every rank the sum of all ranks' tensors. In
+# Lessons 3 to 6 rest on the all-reduce, which gives every rank the sum of all ranks' tensors. In
 # training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
@@ -98,7 +98,7 @@ def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    for megabytes in (1, 64):  # The first all-reduce also opens the connections.
+    for megabytes in (1, 64):  # The first one opens the connections, the second one is timed.
         # 2**18 integers of 4 bytes are a megabyte.
         integers = torch.arange(megabytes * 2**18, dtype=torch.int32, device=device)
         total = integers + rank
@@ -133,7 +133,8 @@ class Lesson0Machine(TestCase):
 # whose number may have changed, share the rest of the order. PyTorch's sampler cannot do
 # this, so we have our own.
 #
-# The first test puts together what all ranks read in each step, and compares it with the order of
+# A sampler is told its rank, so here one process plays all ranks. The first test puts together what
+# they read in each step, and compares it with the order of
 # PyTorch's sampler for a single rank. (Both are sorted, because within a step the order does not
 # matter.)
 #
@@ -160,7 +161,7 @@ class Lesson1Sampler(TestCase):
 
             # zip() takes a batch of each rank. Together they are a step.
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
-            assert read == expected, f"{world_size} ranks read {read}, not {expected}"
+            assert read == expected, f"{world_size=}, {steps_done=}: {read}, not {expected}"
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
 
     def test_indices_and_attributes_are_those_of_pytorchs_sampler(self):
@@ -190,7 +191,8 @@ class Lesson1Sampler(TestCase):
 #
 # Two ranks read for two epochs, each in batches of 4. set_epoch is called only where the title says
 # so, and drop_last is an option of the DataLoader, not of the sampler. (Without a sampler the
-# DataLoader does not shuffle.) Which of these faults does each experiment show, in each of its runs?
+# DataLoader does not shuffle.) Which of these faults does each experiment show, in each of its
+# runs?
 # A. All ranks read the same samples, so a second rank is of no use.
 # B. Each epoch has the same order. (Look for this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
@@ -437,7 +439,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 #
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
-# it differs, but not the factor. Yet one rank passes, because it multiplies by 1.
+# it differs, but not the factor. Yet one rank passes, because it multiplies by 1. With Adam, whose
+# steps hardly depend on a factor, two ranks would nearly pass. So the test uses SGD.
 #
 # To break it in another way, leave out `dist.all_reduce(total)` there.
 # Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
@@ -465,7 +468,7 @@ def compare_step(make_net, micro_batch_size, args, device):
 
     # This rank, with its share of the same batch, and an equal net.
     net = ddp.convert_batch_norm(make_net().to(device))  # plain_net() has no BatchNorm.
-    optimizer = torch.optim.SGD(net.parameters(), lr=1)  # Adam would hide a wrong factor.
+    optimizer = torch.optim.SGD(net.parameters(), lr=1)
     model = nn.parallel.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (share(x), share(y)), micro_batch_size)
 
@@ -513,8 +516,9 @@ def batch_sums(output, y, *others, old=batch_sums):
 # are wrong on all ranks, also on rank 0.
 #
 # To break it in a third way, indent `dist.all_reduce(total)`, so that it stands in the loop.
-# Then labels are counted more than once. And rank 0 of 2 waits in its fourth batch for rank 1,
-# which has only three. The message is that of rank 1.
+# Then what was added up is added up again, most often the first batches, so the means are wrong.
+# And rank 0 of 2 waits in its fourth batch for rank 1, which has only three. Here the message of
+# rank 1 ends this. A job would hang, or rank 0 would get the numbers of another call.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -563,17 +567,17 @@ class Lesson4Evaluation(TestCase):
 #
 # That is the forward pass. The backward pass needs more, because a value of rank 0 now also changes
 # the loss of rank 1. Let one value of rank 0 become 5. The mean of all four is then 3, so the
-# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. If it grows further, they
-# fall below 0. So at 5 the gradient of this value has two parts, one from the loss of each rank.
-# (At 1 the second part happens to be 0, as the effects of mean and variance cancel.) Each rank
-# computes the part of its own loss, and sum_over_ranks() adds up the parts. DDP does not do this,
-# because the value is not a parameter.
+# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. If the 5 grows further,
+# the results of rank 1 fall below 0. So the gradient of this value has two parts, one from the loss
+# of each rank. (At 1 the second part happens to be 0, as the effects of mean and variance cancel.)
+# Each rank computes the part of its own loss, and sum_over_ranks() adds up the parts. DDP does not
+# do this, because the value is not a parameter.
 #
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
 # a layer sees only one of them at a time.
 #
 # In the first test compare_step() calls convert_batch_norm(), so that test would not notice if
-# train() forgot to. The second one does. PyTorch refuses to normalize a single value per channel.
+# train() forgot to. The second test would. PyTorch refuses to normalize a single value per channel.
 # So let each of two ranks have one. If such a job ends without an error, its layers have seen both.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
