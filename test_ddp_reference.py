@@ -1,7 +1,7 @@
 """The guarantees of ddp_reference.py. Read the names of the tests as a list of these guarantees.
 
     bash run.sh test                 # all of them; also: python -m pytest test_ddp_reference.py
-    bash run.sh test -k Lesson       # the lessons, also the acceptance test of a machine with GPUs
+    bash run.sh test -k Lesson       # the lessons; run these, too, to accept a machine with GPUs
 
 First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
 The docstring of that file explains the words, such as rank, global batch and all-reduce. Each
@@ -12,12 +12,12 @@ numbers in another order.)
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
 and undo the change. Ask each time: would a job with this fault have ended with an error? Would the
-test fail on one rank? For more than half of these faults both answers are no, so a test has to
-compare, on several ranks. If a test fails in a rank, read from the last "Traceback" on.
+test fail on one rank? Where both answers are no, as for most of these faults, only a comparison on
+several ranks can find it. If a test fails in a rank, read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
-then the programs of the README and the processes. Chapter 7 is tested by Lesson 6, and chapter 8
-by Lesson 5.
+then the programs of the README and the processes. Chapter 7 is tested by Lesson 6 and with chapters
+2 to 4, and chapter 8 by Lesson 5.
 
 Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
 yours for them, and check your own job as the README says. How to test a new option stands at the
@@ -88,12 +88,12 @@ def setUpModule():
 # A single GPU has nothing to add up, so there the test passes even without the all-reduce. On such
 # a machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
 #
-# To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, and of 262144 integers 262144 are wrong. (On rank 1 of 2 only
-# 262143 are: at i = 0 its own number, 1, is also the sum.)
-#
 # In the code, run_job() starts the ranks, and each calls add_up_integers() in place of train(). How
 # it works stands under "Helpers". You can read on without it.
+#
+# To break it, do what a broken link would: leave out `dist.all_reduce(total)` below, in this file.
+# Then each rank keeps its own list, and all 262144 integers of the first one are wrong. (But on
+# rank 1 of 2 the one at i = 0 is right by chance: its own number, 1, is also the sum.)
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -114,8 +114,8 @@ def add_up_integers(args, device):
 
 
 class Lesson0Machine(TestCase):
-    def test_all_gpus_add_up_integers(self):
-        """1 MB and 64 MB of integers are added up over all GPUs without a mistake."""
+    def test_all_ranks_add_up_integers_exactly(self):
+        """1 MB and 64 MB are added up over all GPUs, or over two ranks on the CPU."""
         # main() wants a global batch that the ranks share equally, though no batch is read here.
         print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
 
@@ -130,13 +130,12 @@ class Lesson0Machine(TestCase):
 # positions 0 to B - 1, the second one B to 2B - 1, and so on, for every W that divides B.
 #
 # A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Its ranks,
-# whose number may have changed, share the rest of the order. PyTorch's sampler cannot do
-# this, so we have our own.
+# whose number may have changed, share the rest of the order. PyTorch's sampler cannot do this, so
+# we have our own.
 #
 # A sampler is told its rank, so here one process plays all ranks. The first test puts together what
-# they read in each step, and compares it with the order of
-# PyTorch's sampler for a single rank. (Both are sorted, because within a step the order does not
-# matter.)
+# they read in each step, and compares it with the order of PyTorch's sampler for a single rank.
+# (Both are sorted, because within a step the order does not matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and with two ranks the message shows each of them
@@ -189,12 +188,12 @@ class Lesson1Sampler(TestCase):
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
-# Two ranks read for two epochs, each in batches of 4. set_epoch is called only where the title says
-# so, and drop_last is an option of the DataLoader, not of the sampler. (Without a sampler the
-# DataLoader does not shuffle.) Which of these faults does each experiment show, in each of its
-# runs?
+# Two ranks read for two epochs. Each has a DataLoader with batches of 4 and, but for experiment 1,
+# a DistributedSampler. (PyTorch's and ours read the same.) set_epoch is called only where the title
+# says so, and drop_last is an option of the DataLoader, not of the sampler. Without a sampler the
+# DataLoader does not shuffle. Which of these faults does each experiment show, in each of its runs?
 # A. All ranks read the same samples, so a second rank is of no use.
-# B. Each epoch has the same order. (Look for this in 1 to 3 only.)
+# B. Each epoch has the same order. (Note it in 1 to 3 only. The others are about C to E.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read once more than the others, so they weigh more.
 # E. A rank has fewer than 4 samples in a step, so its gradient is noisier.
@@ -256,7 +255,7 @@ def experiments(sampler_class):
 class Lesson2Experiments(TestCase):
     def test_both_samplers_make_the_batches_of_the_readme(self):
         """PyTorch's sampler and ours read what the table shows. Ours warns of a second pass."""
-        assert EXPERIMENTS in README  # It shows this very table.
+        assert EXPERIMENTS in README  # Otherwise its table differs from the one above.
         _, _, *table = EXPERIMENTS.splitlines()  # without the head
         # Ours warns where an order is read twice, as in experiment 2. PyTorch's never does.
         with self.assertWarnsRegex(UserWarning, "order was read before: call set_epoch"):
@@ -434,18 +433,18 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
 # so DDP has to average only once, after the last one.
 #
-# If no sample of a batch has a label, the gradient must be 0, and not NaN. The second test sees the
-# NaN: it asks whether the net can be saved.
-#
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
-# it differs, but not the factor. Yet one rank passes, because it multiplies by 1. With Adam, whose
+# it differs. Yet one rank passes, because it multiplies by 1. With Adam, whose
 # steps hardly depend on a factor, two ranks would nearly pass. So the test uses SGD.
 #
 # To break it in another way, leave out `dist.all_reduce(total)` there.
 # Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
 # rank 1 has 130. So both move about twice as far as they should, but not equally far: after one
 # step their nets differ, and DDP does not notice.
+#
+# The second test is about an edge case. If no sample of a batch has a label, the gradient must be
+# 0, and not NaN. The test sees the NaN: it asks whether the net can be saved.
 #
 # To break it in a third way, leave out `.clamp(min=1e-9)`.
 # Then 0 labels make the factor infinite, and 0 times infinity makes a gradient of NaN. The second
@@ -516,9 +515,10 @@ def batch_sums(output, y, *others, old=batch_sums):
 # are wrong on all ranks, also on rank 0.
 #
 # To break it in a third way, indent `dist.all_reduce(total)`, so that it stands in the loop.
-# Then what was added up is added up again, most often the first batches, so the means are wrong.
-# And rank 0 of 2 waits in its fourth batch for rank 1, which has only three. Here the message of
-# rank 1 ends this. A job would hang, or rank 0 would get the numbers of another call.
+# Then the sums of earlier batches are added up again in each later one, so the first batches count
+# most, and the means are wrong. Rank 1 of 2 ends after its three batches, and fails. Meanwhile rank
+# 0 waits for it in its fourth batch. In a job it might wait until the timeout, or get the numbers
+# of another call.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -560,25 +560,23 @@ class Lesson4Evaluation(TestCase):
 # A sample changes the losses of all ranks, so the backward pass, too, must add up over the ranks.
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
-# let rank 0 have the values 1 and 1, and rank 1 the values 3 and 3. A rank that sees only its own
-# makes zeros of them. One process sees all four, whose mean is 2 and whose variance is 1, and makes
-# -1, -1, 1 and 1. After convert_batch_norm() each rank sees all four, too, and keeps its own two
-# results.
+# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. If rank 0 sees only its own, it
+# makes -1 and 1 of them. One process sees all four, whose mean is 3 and whose variance is 2, and
+# makes about -1.4 and 1.4 of them, and 0 and 0 of the others. After convert_batch_norm() each rank
+# sees all four, too, and keeps its own two results.
 #
 # That is the forward pass. The backward pass needs more, because a value of rank 0 now also changes
-# the loss of rank 1. Let one value of rank 0 become 5. The mean of all four is then 3, so the
-# values of rank 1, still 3 and 3, become 0 and 0, and no longer 1 and 1. If the 5 grows further,
-# the results of rank 1 fall below 0. So the gradient of this value has two parts, one from the loss
-# of each rank. (At 1 the second part happens to be 0, as the effects of mean and variance cancel.)
-# Each rank computes the part of its own loss, and sum_over_ranks() adds up the parts. DDP does not
-# do this, because the value is not a parameter.
+# the loss of rank 1. If the 5 grows, so does the mean, and the results of rank 1 fall below 0. So
+# the gradient of this value has two parts, one from the loss of each rank. Each rank computes the
+# part of its own loss, and sum_over_ranks() adds up the parts. DDP does not do this, because the
+# value is not a parameter.
 #
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
 # a layer sees only one of them at a time.
 #
 # In the first test compare_step() calls convert_batch_norm(), so that test would not notice if
-# train() forgot to. The second test would. PyTorch refuses to normalize a single value per channel.
-# So let each of two ranks have one. If such a job ends without an error, its layers have seen both.
+# train() forgot to. In the second one, two ranks have one value per channel each, which PyTorch
+# refuses to normalize alone. If such a job ends without an error, its layers have seen both.
 #
 # GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
 # on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
@@ -613,8 +611,8 @@ class Lesson5BatchNorm(TestCase):
 #
 # The job has augmentation, a warm-up, clipping and uneven labels. It runs on 1 rank, on 2 with
 # loader workers, on 3 and on 4. Then a job starts on 4 ranks, is stopped, goes on with 3, is
-# stopped again, and ends with 2. All of this is done once more in micro-batches. The net is the
-# same because
+# stopped again, and ends with 2. All of this is done once more in micro-batches, with a net that
+# has no BatchNorm (see Lesson 5). The net is the same because
 # - the samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index, whichever rank
@@ -623,8 +621,8 @@ class Lesson5BatchNorm(TestCase):
 # - the checkpoint holds the rest: the net, the optimizer with its momentum, and how far the job has
 #   read.
 #
-# The exceptions are dropout, whose masks each rank draws itself, and BatchNorm with --local-bn or
-# in micro-batches. They are not in this test.
+# Not in this test are the exceptions: dropout, whose masks each rank draws itself, and BatchNorm
+# with --local-bn or in micro-batches.
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders().
 # Then the batch grows with the number of ranks, a common fault. One rank passes. Two ranks make one
@@ -689,10 +687,9 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# You can skip this edit. The job runs with it to test one thing more on the way: each label has the
-# weight 0.001. A weight that all labels share cancels out of the mean, so the net must stay the
-# same. (It would not with clamp(min=1) in train_step(), because the weights of a batch add up to
-# less.)
+# Skip this at first. The job runs with an edit that gives each label the weight 0.001. A weight
+# that all labels share cancels out of the mean, so the net must stay the same. (It would not with
+# clamp(min=1) in train_step(), because the weights of a batch add up to less.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
