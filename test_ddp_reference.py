@@ -11,18 +11,19 @@ numbers in another order.)
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
-and undo the change. Ask each time: would a job with this fault have ended with an error? Would the
-test fail on one rank? Where both answers are no, as for most of these faults, only a comparison on
-several ranks can find it. If a test fails in a rank, read from the last "Traceback" on.
+and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
+test of a single rank see it? Where both answers are no, as for more than half of these faults, only
+a comparison on several ranks can find it. If a test fails in a rank, read from the last "Traceback"
+on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6 and with chapters
 2 to 4, and chapter 8 by Lesson 5.
 
-Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, keep an unedited copy beside
-yours for them, and check your own job as the README says. How to test a new option stands at the
-end of Lesson 6. A command line that must be refused goes to COMMAND_LINES (Chapter 1), and a fault
-that must not harm a checkpoint to FAULTS (Chapter 6).
+Most tests need chapter 1 of ddp_reference.py as it is. If you edit it, run them on an unedited
+copy, and check your own job as the README says. How to test a new option stands at the end of
+Lesson 6. A command line that must be refused goes to COMMAND_LINES (Chapter 1), and a fault that
+must not harm a checkpoint to FAULTS (Chapter 6).
 """
 
 import contextlib
@@ -82,8 +83,9 @@ def setUpModule():
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
 # on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
-# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was. If the
-# ranks hang, the test fails after a minute or so, and each rank prints where it waits.
+# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was (with
+# pytest, add -s). If the ranks hang, the test fails after a minute or so, and each rank prints
+# where it waits.
 #
 # A single GPU has nothing to add up, so there the test passes even without the all-reduce. On such
 # a machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
@@ -91,9 +93,13 @@ def setUpModule():
 # In the code, run_job() starts the ranks, and each calls add_up_integers() in place of train(). How
 # it works stands under "Helpers". You can read on without it.
 #
-# To break it, do what a broken link would: leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, and all 262144 integers of the first one are wrong. (But on
-# rank 1 of 2 the one at i = 0 is right by chance: its own number, 1, is also the sum.)
+# To break it, leave out `dist.all_reduce(total)` below, in this file.
+# Then each rank keeps its own list, and the test stops at the list of 1 MB: all its 262144 integers
+# are wrong. (On rank 1 of 2 all but the one at i = 0, where its own number, 1, is also the sum.)
+#
+# To break it in another way, put `total[7] += rank` below that line.
+# Then rank 1 has one wrong number, and the message says so: 1 of 262144. In a gradient nobody would
+# notice it.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -188,16 +194,17 @@ class Lesson1Sampler(TestCase):
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
-# Two ranks read for two epochs. Each has a DataLoader with batches of 4 and, but for experiment 1,
-# a DistributedSampler. (PyTorch's and ours read the same.) set_epoch is called only where the title
-# says so, and drop_last is an option of the DataLoader, not of the sampler. Without a sampler the
-# DataLoader does not shuffle. Which of these faults does each experiment show, in each of its runs?
+# Two ranks read for two epochs. Each has a DataLoader with batches of 4 and, except in experiment
+# 1, a DistributedSampler. (PyTorch's and ours read the same.) set_epoch is called only where the
+# title says so, and drop_last is an option of the DataLoader, not of the sampler. Without a sampler
+# the DataLoader does not shuffle. Experiments 4 and 5 are done in two ways. Which of these faults
+# does each run show?
 # A. All ranks read the same samples, so a second rank is of no use.
 # B. Each epoch has the same order. (Note it in 1 to 3 only. The others are about C to E.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read once more than the others, so they weigh more.
 # E. A rank has fewer than 4 samples in a step, so its gradient is noisier.
-# One experiment shows none. Then look up the answers in the README, under "Which samples a rank
+# One run shows none. Then look up the answers in the README, under "Which samples a rank
 # reads".
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
@@ -416,11 +423,12 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
-# The mean of the ranks' means is not the mean.
+# The mean of the ranks' means is the mean only if all ranks have equally many labels.
 #
 # A step must move the net as one process with the whole batch would, even if ranks have unequally
 # many labels (a signal has one for each point, but some are ignored). If each rank took the mean
-# over its own labels, a label would weigh more on a rank that has few. Therefore
+# over its own labels, as in the usual loop, a label would weigh more on a rank that has few.
+# Therefore
 # - each rank takes the gradient of the sum of its losses,
 # - DDP averages these gradients, which divides their sum by the world size,
 # - train_step() multiplies by the world size, and divides by the number of all labels.
@@ -433,18 +441,18 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
 # so DDP has to average only once, after the last one.
 #
+# The second test is about an edge case. If no sample of a batch has a label, the gradient must be
+# 0, and not NaN. The test sees the NaN: it asks whether the net can be saved.
+#
 # To break it, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
-# it differs. Yet one rank passes, because it multiplies by 1. With Adam, whose
-# steps hardly depend on a factor, two ranks would nearly pass. So the test uses SGD.
+# it differs. Yet one rank passes, because it multiplies by 1. With Adam, whose steps hardly depend
+# on a factor, the test could miss this, so it uses SGD.
 #
 # To break it in another way, leave out `dist.all_reduce(total)` there.
 # Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
 # rank 1 has 130. So both move about twice as far as they should, but not equally far: after one
 # step their nets differ, and DDP does not notice.
-#
-# The second test is about an edge case. If no sample of a batch has a label, the gradient must be
-# 0, and not NaN. The test sees the NaN: it asks whether the net can be saved.
 #
 # To break it in a third way, leave out `.clamp(min=1e-9)`.
 # Then 0 labels make the factor infinite, and 0 times infinity makes a gradient of NaN. The second
@@ -511,14 +519,19 @@ def batch_sums(output, y, *others, old=batch_sums):
 # of one process.
 #
 # To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`.
-# Then each rank uses its own statistics. As the sums of all ranks are added up, loss and accuracy
-# are wrong on all ranks, also on rank 0.
+# Then each rank uses its own statistics, which the test has made unequal, as --local-bn would. As
+# the sums of all ranks are added up, the loss is wrong on all ranks, also on rank 0.
 #
 # To break it in a third way, indent `dist.all_reduce(total)`, so that it stands in the loop.
 # Then the sums of earlier batches are added up again in each later one, so the first batches count
 # most, and the means are wrong. Rank 1 of 2 ends after its three batches, and fails. Meanwhile rank
 # 0 waits for it in its fourth batch. In a job it might wait until the timeout, or get the numbers
 # of another call.
+#
+# A fault that this lesson does not see, because it makes its own loader: in make_loaders(), write
+# `val_sampler = DistributedSampler(val_set, shuffle=False)`.
+# Then 3 ranks read 27 samples in place of 25, two of them twice. The test of all printed numbers
+# sees this: `bash run.sh test -k Chapters2To4`.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = whole_batch(dataset)
@@ -557,7 +570,8 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
-# A sample changes the losses of all ranks, so the backward pass, too, must add up over the ranks.
+# If BatchNorm sees the samples of all ranks, each sample changes the losses of all ranks. So the
+# backward pass, too, must add up over the ranks. (DDP alone leaves BatchNorm to each rank.)
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. If rank 0 sees only its own, it
@@ -566,10 +580,10 @@ class Lesson4Evaluation(TestCase):
 # sees all four, too, and keeps its own two results.
 #
 # That is the forward pass. The backward pass needs more, because a value of rank 0 now also changes
-# the loss of rank 1. If the 5 grows, so does the mean, and the results of rank 1 fall below 0. So
-# the gradient of this value has two parts, one from the loss of each rank. Each rank computes the
-# part of its own loss, and sum_over_ranks() adds up the parts. DDP does not do this, because the
-# value is not a parameter.
+# the loss of rank 1. If the 5 becomes 6, the mean becomes 3.25, and the results of rank 1 fall from
+# 0 to about -0.14. So the gradient of this value has two parts, one from the loss of each rank.
+# Each rank computes the part of its own loss, and sum_over_ranks() adds up the parts. DDP does not
+# do this, because the value is not a parameter.
 #
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
 # a layer sees only one of them at a time.
@@ -585,7 +599,11 @@ class Lesson4Evaluation(TestCase):
 # Then two ranks differ from one process, with the message of Lesson 3, because each lacks the parts
 # from the loss of the other one.
 #
-# To break it in another way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
+# To break it in another way, let sum_over_ranks() return `gradient / dist.get_world_size()`.
+# Then the parts are averaged. But DDP also averages the gradients of parameters, and train_step()
+# multiplies by the world size only once, so the layers before a BatchNorm get too small a gradient.
+#
+# To break it in a third way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
 # Then the job does not convert its net, and the second test fails with PyTorch's message.
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
@@ -636,6 +654,14 @@ class Lesson5BatchNorm(TestCase):
 # To break it in a third way, leave out the line `seed_generators(...)` in SeededItems.
 # Then an item takes the random numbers that come next in its process. This fails even on one rank,
 # because the loop seeds each item.
+#
+# To break it in a fourth way, replace `epoch + samples_read / len(train_set)` by `epoch` in
+# train().
+# Then the rate does not grow within an epoch. This, too, fails on one rank.
+#
+# If only this lesson fails, the message tells where to look. If the run on one rank differs, look
+# at the random numbers, the learning rate or the clipping. If only runs on more ranks do, look at
+# the loaders. If only the three runs of the stopped job do, look at the checkpoint.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -726,7 +752,7 @@ class Lesson6NumberOfRanks(TestCase):
 
 
 # ------------------------------------------------------------------------------------------------
-# Above is what every data-parallel training should guarantee. Below are the other guarantees, by
+# Above is what ddp_reference.py guarantees of a training. Below are the other guarantees, by
 # chapters: what is refused, printed and saved, and how the processes end. Many tests edit
 # ddp_reference.py as you may edit your copy, by run_job(2, options, edit).
 
