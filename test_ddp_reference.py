@@ -13,8 +13,8 @@ numbers in another order.)
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
 and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
 test of a single rank see it? Where both answers are no, as for more than half of these faults, only
-a comparison on several ranks can find it. If a test fails in a rank, read from the last "Traceback"
-on.
+a comparison of several ranks finds the fault. If a test fails in a rank, read from the last
+"Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6 and with chapters
@@ -82,10 +82,10 @@ def setUpModule():
 # training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
 #
 # As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
-# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. At index i two ranks must get
-# i + (i + 1), and W ranks W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was (with
-# pytest, add -s). If the ranks hang, the test fails after a minute or so, and each rank prints
-# where it waits.
+# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. With two ranks the sums must be
+# 1, 3, 5 and so on: i + (i + 1) at index i. With W ranks they must be W * i + (0 + 1 + ... + W -
+# 1). Each rank prints how fast this was (with pytest, add -s). If the ranks hang, the test fails
+# after a minute or so, and each rank prints where it waits.
 #
 # A single GPU has nothing to add up, so there the test passes even without the all-reduce. On such
 # a machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
@@ -194,18 +194,20 @@ class Lesson1Sampler(TestCase):
 # ---- Lesson 2: seven experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
-# Two ranks read for two epochs. Each has a DataLoader with batches of 4 and, except in experiment
-# 1, a DistributedSampler. (PyTorch's and ours read the same.) set_epoch is called only where the
-# title says so, and drop_last is an option of the DataLoader, not of the sampler. Without a sampler
-# the DataLoader does not shuffle. Experiments 4 and 5 are done in two ways. Which of these faults
-# does each run show?
+# Two ranks read for two epochs, each in batches of 4. A title says what is special: "no sampler"
+# (then the DataLoader does not shuffle), "set_epoch" (it is called before each epoch) or
+# "drop_last" (an option of the DataLoader, not of the sampler). PyTorch's sampler and ours read the
+# same. 4 and 5 have two runs each. Which of these faults does each run show?
 # A. All ranks read the same samples, so a second rank is of no use.
-# B. Each epoch has the same order. (Note it in 1 to 3 only. The others are about C to E.)
+# B. Each epoch has the same order. (Judge this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
-# D. In an epoch some samples are read once more than the others, so they weigh more.
-# E. A rank has fewer than 4 samples in a step, so its gradient is noisier.
-# One run shows none. Then look up the answers in the README, under "Which samples a rank
-# reads".
+# D. In an epoch some samples are read one time more than the others, so they weigh more.
+# E. A rank has fewer than 4 samples in a step, so the step is noisier, and each sample weighs more.
+# One run shows none. Then look up the answers in the README, under "Which samples a rank reads".
+#
+# Where the samples do not come out even, one must choose. make_loaders() chooses C: it drops the
+# last samples, and train() calls set_epoch(), so that they are others in each epoch.
+#
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
 # Then epoch 1 of experiment 3 has the order of epoch 0. The message shows the line that was read,
@@ -423,7 +425,7 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
-# The mean of the ranks' means is the mean only if all ranks have equally many labels.
+# The mean of the ranks' means is not the mean over all labels, unless all ranks have equally many.
 #
 # A step must move the net as one process with the whole batch would, even if ranks have unequally
 # many labels (a signal has one for each point, but some are ignored). If each rank took the mean
@@ -442,17 +444,18 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # so DDP has to average only once, after the last one.
 #
 # The second test is about an edge case. If no sample of a batch has a label, the gradient must be
-# 0, and not NaN. The test sees the NaN: it asks whether the net can be saved.
+# 0, and not NaN. The test sees this, because a net that holds a NaN is not saved.
 #
-# To break it, replace `dist.get_world_size()` by 1 in train_step().
+# To break it as the usual loop does, replace `sums[1].backward()` by `(sums[1] / (batch[-1] !=
+# -100).sum()).backward()`, and leave out the line `torch._foreach_mul_(...)`. Then each rank takes
+# the mean over its own labels, and DDP averages the means. All ranks have equal nets, and one rank
+# passes. But of two ranks, the 140 labels of rank 0 weigh too little, and the 130 of rank 1 too
+# much.
+#
+# To break it in another way, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
 # it differs. Yet one rank passes, because it multiplies by 1. With Adam, whose steps hardly depend
 # on a factor, the test could miss this, so it uses SGD.
-#
-# To break it in another way, leave out `dist.all_reduce(total)` there.
-# Then each rank divides by the number of its own labels. Of 270 labels, rank 0 of 2 has 140 and
-# rank 1 has 130. So both move about twice as far as they should, but not equally far: after one
-# step their nets differ, and DDP does not notice.
 #
 # To break it in a third way, leave out `.clamp(min=1e-9)`.
 # Then 0 labels make the factor infinite, and 0 times infinity makes a gradient of NaN. The second
@@ -570,8 +573,8 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
-# If BatchNorm sees the samples of all ranks, each sample changes the losses of all ranks. So the
-# backward pass, too, must add up over the ranks. (DDP alone leaves BatchNorm to each rank.)
+# BatchNorm must see the samples of all ranks, in the forward and in the backward pass. (DDP alone
+# leaves it to each rank.)
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. If rank 0 sees only its own, it
@@ -588,12 +591,12 @@ class Lesson4Evaluation(TestCase):
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
 # a layer sees only one of them at a time.
 #
-# In the first test compare_step() calls convert_batch_norm(), so that test would not notice if
-# train() forgot to. In the second one, two ranks have one value per channel each, which PyTorch
-# refuses to normalize alone. If such a job ends without an error, its layers have seen both.
+# The second test runs train() itself, which must convert the net. Two ranks have one value per
+# channel each. PyTorch refuses to normalize a single value, so if the job ends without an error,
+# each layer has seen both.
 #
-# GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, do the following
-# on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
+# GPUs use nn.SyncBatchNorm in place of our functions. On a machine that has some, break it on the
+# CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.
 #
 # To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks().
 # Then two ranks differ from one process, with the message of Lesson 3, because each lacks the parts
@@ -659,9 +662,10 @@ class Lesson5BatchNorm(TestCase):
 # train().
 # Then the rate does not grow within an epoch. This, too, fails on one rank.
 #
-# If only this lesson fails, the message tells where to look. If the run on one rank differs, look
-# at the random numbers, the learning rate or the clipping. If only runs on more ranks do, look at
-# the loaders. If only the three runs of the stopped job do, look at the checkpoint.
+# The runs are tried from simple to hard, and the test stops at the first that differs. So if only
+# this lesson fails, the message tells where to look: a run on one rank at the random numbers, the
+# learning rate or the clipping, one on two ranks at the loaders or their workers, and one of three
+# runs at the checkpoint.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -713,15 +717,6 @@ def plain_loop(args, device):
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-# Skip this at first. The job runs with an edit that gives each label the weight 0.001. A weight
-# that all labels share cancels out of the mean, so the net must stay the same. (It would not with
-# clamp(min=1) in train_step(), because the weights of a batch add up to less.)
-WEIGHTS = """
-def batch_sums(*arguments, old=batch_sums):
-    return old(*arguments) / 1000
-"""
-
-
 class Lesson6NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
         """Its net is equal on 1 to 4 ranks, and if it is stopped and goes on with other ranks."""
@@ -732,9 +727,19 @@ class Lesson6NumberOfRanks(TestCase):
             options = f"{OPTIONS} {option}"
             expected = net_after(options, [Run(1)], train=plain_loop)
             for runs in ([Run(1)], [Run(2, num_workers=1)], [Run(3)], [Run(4)], stopped):
+                # WEIGHTS, which stands below, must change nothing.
                 net = net_after(options, runs, edit=WEIGHTS, make_task=make_augmented_task)
                 what = f"The net differs from that of the plain loop, after {runs} with {options}"
                 assert_close(net, expected, what)
+
+
+# This edit of the test above is not a part of the lesson. It gives each label the weight 0.001. A
+# weight that all labels share cancels out of the mean, so the net must stay the same. (It would not
+# with clamp(min=1) in train_step(), because the weights of a batch add up to less than 1.)
+WEIGHTS = """
+def batch_sums(*arguments, old=batch_sums):
+    return old(*arguments) / 1000
+"""
 
 
 # How to test a new option (this is not a part of the lesson)
