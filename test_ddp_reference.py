@@ -13,8 +13,8 @@ numbers in another order.)
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
 and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
 test of a single rank see it? Where both answers are no, as for more than half of these faults, only
-a comparison of several ranks finds the fault. If a test fails in a rank, read from the last
-"Traceback" on.
+a comparison of several ranks with one process finds the fault. If a test fails in a rank, read from
+the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6 and with chapters
@@ -78,14 +78,15 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# Lessons 3 to 6 rest on the all-reduce, which gives every rank the sum of all ranks' tensors. In
-# training a wrong bit may pass for noise. Sums of integers are exact, so here it shows.
+# Can this machine add? Lessons 3 to 6 rest on the all-reduce, which gives every rank the sum of all
+# ranks' tensors. If some numbers are wrong, in training this passes for noise. Sums of integers are
+# exact, so here a single wrong one shows.
 #
-# As many ranks as there are GPUs, or two on the CPU, each make a list. Rank 0 has 0, 1, 2 and so
-# on, rank 1 has 1, 2, 3 and so on. An all-reduce adds up the lists. With two ranks the sums must be
-# 1, 3, 5 and so on: i + (i + 1) at index i. With W ranks they must be W * i + (0 + 1 + ... + W -
-# 1). Each rank prints how fast this was (with pytest, add -s). If the ranks hang, the test fails
-# after a minute or so, and each rank prints where it waits.
+# There are as many ranks as GPUs, or two on the CPU. Rank 0 makes the list 0, 1, 2 and so on, rank
+# 1 makes 1, 2, 3 and so on. With two ranks the sums must be 1, 3, 5 and so on: i + (i + 1) at index
+# i. With W ranks they must be W * i + (0 + 1 + ... + W - 1). Each rank prints how fast this was
+# (with pytest, add -s). If the ranks hang, the test fails after a minute or so, and each rank
+# prints where it waits.
 #
 # A single GPU has nothing to add up, so there the test passes even without the all-reduce. On such
 # a machine use two ranks on the CPU: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson0`.
@@ -201,13 +202,12 @@ class Lesson1Sampler(TestCase):
 # A. All ranks read the same samples, so a second rank is of no use.
 # B. Each epoch has the same order. (Judge this in 1 to 3 only.)
 # C. In an epoch some samples are never read.
-# D. In an epoch some samples are read one time more than the others, so they weigh more.
+# D. In an epoch some samples are read twice and the others once, so they weigh more.
 # E. A rank has fewer than 4 samples in a step, so the step is noisier, and each sample weighs more.
 # One run shows none. Then look up the answers in the README, under "Which samples a rank reads".
 #
 # Where the samples do not come out even, one must choose. make_loaders() chooses C: it drops the
 # last samples, and train() calls set_epoch(), so that they are others in each epoch.
-#
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
 # Then epoch 1 of experiment 3 has the order of epoch 0. The message shows the line that was read,
@@ -425,7 +425,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 
 
 # ---- Lesson 3: a step (train_step)
-# The mean of the ranks' means is not the mean over all labels, unless all ranks have equally many.
+# The mean of the ranks' means is not the mean over all labels, unless all ranks have equally many
+# labels.
 #
 # A step must move the net as one process with the whole batch would, even if ranks have unequally
 # many labels (a signal has one for each point, but some are ignored). If each rank took the mean
@@ -443,14 +444,11 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
 # so DDP has to average only once, after the last one.
 #
-# The second test is about an edge case. If no sample of a batch has a label, the gradient must be
-# 0, and not NaN. The test sees this, because a net that holds a NaN is not saved.
-#
 # To break it as the usual loop does, replace `sums[1].backward()` by `(sums[1] / (batch[-1] !=
 # -100).sum()).backward()`, and leave out the line `torch._foreach_mul_(...)`. Then each rank takes
 # the mean over its own labels, and DDP averages the means. All ranks have equal nets, and one rank
-# passes. But of two ranks, the 140 labels of rank 0 weigh too little, and the 130 of rank 1 too
-# much.
+# passes. But of two ranks, each of the 140 labels of rank 0 weighs 1/280 in place of 1/270, and
+# each of the 130 of rank 1 weighs 1/260.
 #
 # To break it in another way, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
@@ -458,8 +456,8 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # on a factor, the test could miss this, so it uses SGD.
 #
 # To break it in a third way, leave out `.clamp(min=1e-9)`.
-# Then 0 labels make the factor infinite, and 0 times infinity makes a gradient of NaN. The second
-# test fails, because a net of NaN is not saved.
+# Then the second test fails, whose batches have no label at all. There the gradient must be 0. But
+# the factor is infinite now, and 0 times infinity is NaN. A net that holds a NaN is not saved.
 #
 # A fault that this lesson does not see: replace `start + micro_size >= batch_size` by True.
 # Then DDP averages after each micro-batch. What was averaged before is equal on all ranks, so to
@@ -514,8 +512,8 @@ def batch_sums(output, y, *others, old=batch_sums):
 # samples in batches of 4, rank 0 of 2 has four batches and rank 1 three.
 #
 # A BatchNorm layer (Lesson 5) evaluates with the running mean and variance of what it saw in
-# training. With the option --local-bn each rank has seen only its own samples. One net must be
-# evaluated, so all ranks take the statistics of rank 0.
+# training. With the option --local-bn each rank has seen only its own samples. All ranks must
+# evaluate one net. It is that of rank 0, because rank 0 saves it.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
 # Then each rank returns the sums of its own samples. The message shows the means of one rank, and
@@ -527,9 +525,8 @@ def batch_sums(output, y, *others, old=batch_sums):
 #
 # To break it in a third way, indent `dist.all_reduce(total)`, so that it stands in the loop.
 # Then the sums of earlier batches are added up again in each later one, so the first batches count
-# most, and the means are wrong. Rank 1 of 2 ends after its three batches, and fails. Meanwhile rank
-# 0 waits for it in its fourth batch. In a job it might wait until the timeout, or get the numbers
-# of another call.
+# most. Rank 1 of 2 ends after its three batches, and fails. Meanwhile rank 0 waits for it in its
+# fourth batch. In a job it might wait until the timeout, or get the numbers of another call.
 #
 # A fault that this lesson does not see, because it makes its own loader: in make_loaders(), write
 # `val_sampler = DistributedSampler(val_set, shuffle=False)`.
@@ -573,8 +570,8 @@ class Lesson4Evaluation(TestCase):
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
-# BatchNorm must see the samples of all ranks, in the forward and in the backward pass. (DDP alone
-# leaves it to each rank.)
+# If the training is not to depend on the number of ranks, BatchNorm must see the samples of all
+# ranks, in the forward and in the backward pass. (DDP alone lets each rank see only its own.)
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. If rank 0 sees only its own, it
@@ -616,7 +613,7 @@ class Lesson5BatchNorm(TestCase):
 
     def test_two_ranks_with_one_value_each_see_both(self):
         """Such a job ends well. With --local-bn, or on one rank, PyTorch refuses the value."""
-        # A signal of length 1 is one value per channel. The size of the global batch follows.
+        # A signal of length 1 is one value per channel. Each job appends the size of its batch.
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
@@ -628,7 +625,7 @@ class Lesson5BatchNorm(TestCase):
 # The number of ranks changes the time, and not the training.
 #
 # A whole job must end with the net of a loop in plain PyTorch. Read plain_loop() first. It is one
-# process, computes each batch at once, never resumes, and saves only the net that it ends with.
+# process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
 #
 # The job has augmentation, a warm-up, clipping and uneven labels. It runs on 1 rank, on 2 with
 # loader workers, on 3 and on 4. Then a job starts on 4 ranks, is stopped, goes on with 3, is
@@ -727,15 +724,15 @@ class Lesson6NumberOfRanks(TestCase):
             options = f"{OPTIONS} {option}"
             expected = net_after(options, [Run(1)], train=plain_loop)
             for runs in ([Run(1)], [Run(2, num_workers=1)], [Run(3)], [Run(4)], stopped):
-                # WEIGHTS, which stands below, must change nothing.
+                # You can skip edit=WEIGHTS: it scales all labels alike, which changes no mean.
                 net = net_after(options, runs, edit=WEIGHTS, make_task=make_augmented_task)
                 what = f"The net differs from that of the plain loop, after {runs} with {options}"
                 assert_close(net, expected, what)
 
 
-# This edit of the test above is not a part of the lesson. It gives each label the weight 0.001. A
-# weight that all labels share cancels out of the mean, so the net must stay the same. (It would not
-# with clamp(min=1) in train_step(), because the weights of a batch add up to less than 1.)
+# Not a part of the lesson: this edit gives each label the weight 0.001. A weight that all labels
+# share cancels out of the mean, so the net must stay the same. (It would not with clamp(min=1) in
+# train_step(), because the weights of a batch add up to less than 1.)
 WEIGHTS = """
 def batch_sums(*arguments, old=batch_sums):
     return old(*arguments) / 1000
