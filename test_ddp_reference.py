@@ -12,9 +12,9 @@ numbers in another order.)
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
 and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
 and undo the change. Ask each time: would a job with this fault have ended with an error? Would a
-test of a single rank see it? Where both answers are no, as for more than half of these faults, only
-a comparison of several ranks with one process finds the fault. If a test fails in a rank, read from
-the last "Traceback" on.
+test of a single rank see it? Where both answers are no, as for about half of these faults, a test
+must look at several ranks, and nearly always compare them with one process. If a test fails in a
+rank, read from the last "Traceback" on.
 
 After the lessons come the other guarantees, in the order of the chapters of ddp_reference.py, and
 then the programs of the README and the processes. Chapter 7 is tested by Lesson 6 and with chapters
@@ -200,7 +200,7 @@ class Lesson1Sampler(TestCase):
 # "drop_last" (an option of the DataLoader, not of the sampler). PyTorch's sampler and ours read the
 # same. 4 and 5 have two runs each. Which of these faults does each run show?
 # A. All ranks read the same samples, so a second rank is of no use.
-# B. Each epoch has the same order. (Judge this in 1 to 3 only.)
+# B. Each epoch has the same order. (Judge this in 1 to 3 only: the others are about remainders.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read twice and the others once, so they weigh more.
 # E. A rank has fewer than 4 samples in a step, so the step is noisier, and each sample weighs more.
@@ -444,11 +444,11 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"  # four
 # A rank may also compute its share in parts, the micro-batches. backward() adds up their gradients,
 # so DDP has to average only once, after the last one.
 #
-# To break it as the usual loop does, replace `sums[1].backward()` by `(sums[1] / (batch[-1] !=
-# -100).sum()).backward()`, and leave out the line `torch._foreach_mul_(...)`. Then each rank takes
-# the mean over its own labels, and DDP averages the means. All ranks have equal nets, and one rank
-# passes. But of two ranks, each of the 140 labels of rank 0 weighs 1/280 in place of 1/270, and
-# each of the 130 of rank 1 weighs 1/260.
+# To break it as the usual loop does, leave out the line `torch._foreach_mul_(...)`, and replace
+# `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
+# Then each rank takes the mean over its own labels, and DDP averages the means. All ranks have
+# equal nets, and one rank passes. But of two ranks, each of the 140 labels of rank 0 weighs 1/280
+# in place of 1/270, and each of the 130 of rank 1 weighs 1/260.
 #
 # To break it in another way, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. The message names a parameter and by how much
@@ -613,7 +613,7 @@ class Lesson5BatchNorm(TestCase):
 
     def test_two_ranks_with_one_value_each_see_both(self):
         """Such a job ends well. With --local-bn, or on one rank, PyTorch refuses the value."""
-        # A signal of length 1 is one value per channel. Each job appends the size of its batch.
+        # A signal of length 1 is one value per channel. The last option gets its number below.
         small = f"{SMALL} --length 1 --global-batch-size"
         run_job(2, f"{small} 2")
         for world_size, options in ((2, "2 --local-bn"), (1, "1")):
