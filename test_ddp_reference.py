@@ -98,9 +98,9 @@ def setUpModule():
 # Then each rank keeps its own list, and the test stops at the list of 1 MB: all its 262144 integers
 # are wrong. (On rank 1 of 2 all but the one at i = 0, where its own number, 1, is also the sum.)
 #
-# To break it in another way, put `total[7] += rank` below that line.
-# Then rank 1 has one wrong number, and the message says so: 1 of 262144. In a gradient nobody would
-# notice it.
+# To break it in another way, put `total[7] += rank` below the line `dist.all_reduce(total)`.
+# Then rank 1 has one wrong number, and the message says so: 1 of 262144. (So has each later rank.)
+# In a gradient nobody would notice it.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank = dist.get_rank()
@@ -604,7 +604,8 @@ class Lesson4Evaluation(TestCase):
 # multiplies by the world size only once, so the layers before a BatchNorm get too small a gradient.
 #
 # To break it in a third way, replace `if not args.local_bn:` by `if args.local_bn:` in train().
-# Then the job does not convert its net, and the second test fails with PyTorch's message.
+# Then the job does not convert its net, and the second test fails with PyTorch's message. With more
+# than one value on each rank, as in any usual job, there would be no error.
 class Lesson5BatchNorm(TestCase):
     def test_a_step_of_all_ranks_is_that_of_one_process(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -660,9 +661,9 @@ class Lesson5BatchNorm(TestCase):
 # Then the rate does not grow within an epoch. This, too, fails on one rank.
 #
 # The runs are tried from simple to hard, and the test stops at the first that differs. So if only
-# this lesson fails, the message tells where to look: a run on one rank at the random numbers, the
-# learning rate or the clipping, one on two ranks at the loaders or their workers, and one of three
-# runs at the checkpoint.
+# this lesson fails, the message tells where to look. If it names one rank, look at the random
+# numbers, the learning rate or the clipping. If it names several ranks, look at the loaders or
+# their workers. If it names three runs, look at the checkpoint.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.2 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
