@@ -198,8 +198,8 @@ class DistributedSampler(Sampler):
             if self.was_read:  # PyTorch's sampler says nothing (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
-            # int32 takes 4 bytes a sample, and a NumPy array is quick to index.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            # int32 takes 4 bytes a sample, and a NumPy array is quick to index.
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32).numpy()
         for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
             yield int(order[position % len(order)])  # RANKS DIFFER in the position.
