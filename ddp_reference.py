@@ -3,29 +3,28 @@
     bash run.sh         # one process per GPU, or two on the CPU. --help lists the options.
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-Several processes run this file. Each has a number from 0, its rank; the number of processes is the
-world size. Every rank holds a copy of the net. In each step the ranks share one global batch of
-samples: each rank computes the gradient of its own share, and DistributedDataParallel (DDP)
-averages the gradients over the ranks. Then all ranks take the same optimizer step, so their copies
-stay equal.
+Several processes run this file. Each has a number from 0, its rank; their number is the world size.
+Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
+rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
+the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
+this training. Chapters 6 to 9 are its helpers: read one when you meet its call.)
 
-The number of ranks changes the speed of a training, but its result only by rounding. The exceptions
-are dropout, whose masks each rank draws itself, and --local-bn or --micro-batch-size, with which
-BatchNorm sees only a part of the batch. A job that was killed goes on if it is started again with
-the same --checkpoint, on any number of ranks that divides the global batch.
+The number of ranks changes the speed of a training, but its result only by rounding, provided that
+samples meet only in BatchNorm and in the mean of their losses, and draw random numbers only in the
+dataset. Exceptions are therefore losses between samples, dropout, whose masks each rank draws, and
+--local-bn or --micro-batch-size, with which BatchNorm sees only a part of the batch. A job that was
+killed goes on if it is started again with the same --checkpoint, on any number of ranks that
+divides the global batch.
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
 of one rank. If a rank skips a collective, the others wait for it until the job is ended, or their
 call is matched with its next collective, which mixes up their data. RANKS MEET marks collectives.
 RANKS DIFFER marks where ranks begin to do different things.
-
-Chapters 1 to 5 are the training. Chapters 6 to 9 are its helpers: read one when you meet its call.
 """
 
 import ctypes
 import faulthandler
-import fcntl
 import os
 import random
 import signal
@@ -34,6 +33,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+import zlib
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
 from datetime import timedelta
 from functools import partial
@@ -42,35 +42,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Keep this import, though nothing uses it: if PyTorch imports the module later, gloo may crash when
-# the process exits (pytorch/pytorch#190489).
+# Unused, but if PyTorch imports it later, gloo may crash at exit (pytorch/pytorch#190489).
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 
 # ---- 1. Your task: the data, the net, the loss, the learning rate, the options. Edit this chapter.
-class SyntheticDataset(Dataset):
-    """Random signals x, float32 (3, length), with labels y, int64 (length,).
-
-    y[t] is the channel whose mean over t - 1, t and t + 1 is largest.
+class SyntheticDataset(TensorDataset):
+    """Random signals x, float32 (3, length), with labels y, int64 (length,): y[t] is the channel
+    whose mean over t - 1, t and t + 1 is largest.
     """
 
     def __init__(self, num_samples, length, seed):
-        self.num_samples = num_samples
-        self.length = length
-        self.seed = seed
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, index):
-        rng = np.random.default_rng((self.seed, index))  # The same on any rank.
-        x = torch.from_numpy(rng.standard_normal((3, self.length), dtype=np.float32))
-        return x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=0).indices
+        generators = [np.random.default_rng((seed, index)) for index in range(num_samples)]
+        signals = [rng.standard_normal((3, length), np.float32) for rng in generators]
+        x = torch.from_numpy(np.stack(signals))
+        super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=1).indices)
 
 
 class ConvNet(nn.Sequential):
@@ -85,52 +76,47 @@ class ConvNet(nn.Sequential):
         super().__init__(*layers[:-1])  # After the logits there is no ReLU.
 
 
-METRICS = ("loss", "accuracy")  # The names of the means that are printed.
+SUMS = ("labels", "loss", "accuracy")  # The labels divide the others. The loss is minimized.
 
 
 def batch_sums(output, y):
-    """Return the number of labels, then a sum for each of METRICS: float64 (1 + len(METRICS),).
+    """Return the SUMS of a batch: float64 (len(SUMS),).
 
-    output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. The first metric must
-    be the loss, whose gradient is computed. Sums of batches can be added up. Means cannot, because
-    batches have unequally many labels.
+    output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. Sums of batches can be
+    added up. Means cannot, because batches have unequally many labels.
     """
     loss = F.cross_entropy(output.float(), y, reduction="sum")
     predicted = output.max(dim=1).indices  # argmax() returns the same, but is slower on a CPU.
     return torch.stack([(y != -100).sum(), loss.double(), (predicted == y).sum()])
 
 
-def learning_rate(args, epochs_done):
-    """Return the rate that train() sets, in every parameter group, for the next step.
-
-    epochs_done: 2.5 means halfway through the third epoch.
-    """
-    return args.lr  # With a warm-up: args.lr * min(1, epochs_done + 0.1)
+def lr_factor(args, epochs_done):
+    """Return what multiplies the optimizer's learning rates when, say, 2.5 epochs are done."""
+    return 1  # With a warm-up: min(1, epochs_done + 0.1)
 
 
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    An item is a tuple of tensors, of which the last is y. Random numbers of an item must come from
-    the global generators of PyTorch, NumPy and Python, which are seeded before each item, or from a
-    generator that is seeded by the index, as in SyntheticDataset. Before this call all ranks seed
-    the global ones alike, so that they make the same net.
+    An item is a tuple of tensors, of which the last is y. It may draw random numbers from the
+    global generators, which are seeded before each item (chapter 7), or from one that is seeded by
+    its index. They are seeded before this call, too, so all ranks make the same net.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
     net = ConvNet().to(device)
-    return train_set, val_set, net, torch.optim.Adam(net.parameters())
+    return train_set, val_set, net, torch.optim.Adam(net.parameters(), lr=args.lr)
 
 
 def positive_int(text):
-    """Convert the text of an option. argparse turns the ValueError into its error message."""
+    """Convert the text of an option. argparse makes its message of the ValueError."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
 def parse_args():
-    """Return (args, refuse). refuse(message) prints one line and ends the program with status 2."""
+    """Return (args, refuse). refuse(message) prints one line and exits with status 2."""
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
     add = partial(parser.add_argument, type=positive_int)  # This type is the default.
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
@@ -141,7 +127,8 @@ def parse_args():
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
-    add("--checkpoint", type=str, help="a file: resume from it if it exists, and write it")
+    # A link stays, and only the file that it names changes.
+    add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="write it every so many steps, and not only after each epoch")
     add("--log-every", default=50, help="steps between lines")
     add("--timeout", default=600, help="seconds until a hang is ended")
@@ -156,12 +143,11 @@ def parse_args():
 class DistributedSampler(Sampler):
     """Like PyTorch's DistributedSampler, but it can also go on in the middle of an epoch.
 
-    Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. Every
-    rank draws the same permutation from seed + epoch, so no rank has to ask another. Rank r reads
-    its positions r, r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches
-    of all ranks are together the positions k*B to k*B + B - 1: on any number of ranks a step has
-    the same samples. If W does not divide the dataset, the first samples are repeated at the end;
-    with drop_last the last ones are left out. Raises ValueError unless 0 <= rank < W.
+    Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. All
+    ranks draw one order from seed + epoch, and rank r reads its positions r, r + W, r + 2W, ... If
+    each loader makes batches of B / W, then the k-th batches of all ranks are together the
+    positions k*B to k*B + B - 1: on any number of ranks a step has the same samples. If W does not
+    divide the dataset, the first samples are repeated, or with drop_last the last ones left out.
     """
 
     def __init__(
@@ -170,8 +156,6 @@ class DistributedSampler(Sampler):
         self.dataset = dataset
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"there is no rank {self.rank} among {self.num_replicas}")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         round_up = 0 if drop_last else self.num_replicas - 1
         self.num_samples = (len(dataset) + round_up) // self.num_replicas
@@ -179,12 +163,7 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the epoch's order, and skip its first samples_read samples.
-
-        Raises ValueError if W does not divide samples_read, because then no step has ended there.
-        """
-        if samples_read % self.num_replicas:
-            raise ValueError(f"{samples_read=} is not a multiple of {self.num_replicas}")
+        """Choose the epoch's order, and skip its first samples_read samples (a multiple of W)."""
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
@@ -199,10 +178,11 @@ class DistributedSampler(Sampler):
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            # int32 takes 4 bytes a sample, and a NumPy array is quick to index.
-            order = torch.randperm(len(order), generator=generator, dtype=torch.int32).numpy()
+            # int32 takes 4 bytes a sample, and a memoryview is quick to index.
+            order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
+            order = memoryview(order.numpy())
         for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
-            yield int(order[position % len(order)])  # RANKS DIFFER in the position.
+            yield order[position % len(order)]  # RANKS DIFFER in the position.
 
 
 # ---- 3. A step, and evaluation
@@ -217,21 +197,21 @@ def forward(model, batch, amp):
 def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0, amp=False):
     """Take one optimizer step from this rank's share of the global batch.
 
-    The gradient is that of the mean loss over all labels of the global batch. To save memory, the
-    share is computed in micro-batches. Every rank must have equally many samples. Returns the
-    batch_sums() of the global batch, without waiting for a GPU. Raises TypeError if model is not a
-    DDP model, or if batch is not a sequence of tensors whose first dimension is the sample.
+    The gradient is that of the mean loss over all labels of the global batch. Every rank must have
+    equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
+    batch. Only nn.SyncBatchNorm waits for its GPU here, three times in each layer. Raises TypeError
+    unless model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError("train_step() needs DistributedDataParallel(net), which averages gradients")
+        raise TypeError("train_step() needs DistributedDataParallel(net)")
     if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
         raise TypeError("a batch must be tensors (the last is y) with the sample as dimension 0")
     batch_size = len(batch[-1])
     micro_size = micro_batch_size or batch_size
     total = 0
     for start in range(0, batch_size, micro_size):
-        # Each rank adds up the gradients of its micro-batches, and DDP all-reduces them only in the
-        # last backward pass. (DDP.no_sync() sets the same flag, which forward passes read.)
+        # Gradients add up, and DDP all-reduces them in the last backward pass. (no_sync() sets the
+        # same flag, but would need the body of this loop twice.)
         model.require_backward_grad_sync = start + micro_size >= batch_size
         micro_batch = [tensor[start : start + micro_size] for tensor in batch]
         sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
@@ -240,39 +220,56 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # The loss is a sum over labels, and DDP has averaged its gradients over the ranks. To get the
-    # gradient of the mean, multiply by the world size and divide by the number of labels
+    # The loss is a sum over labels, whose gradients DDP has averaged over the ranks. For those of
+    # the mean, multiply by the world size and divide by the number of labels
     # (huggingface/transformers#34242). If there are none, the gradient is 0, and stays 0.
     factor = dist.get_world_size() / total[0].clamp(min=1e-9)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, factor.float())  # few kernels, as in PyTorch's optimizers
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= factor
     if clip_grad_norm:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    model.zero_grad()
+    model.zero_grad()  # Parameters that the optimizer lacks have gradients, too.
     return total
 
 
 @torch.no_grad()
 def evaluate(net, batches, amp=False):
-    """Return the batch_sums() over the batches of all ranks, and leave the net in eval mode.
-
-    net: without DDP's wrapper, because ranks may have unequally many batches.
-    """
+    """Return the batch_sums() over all ranks' batches. net: not the DDP model. Sets eval mode."""
     for buffer in net.buffers():  # All ranks evaluate with the BatchNorm statistics of rank 0.
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
-    total = next(net.parameters()).new_zeros(1 + len(METRICS), dtype=torch.float64)
-    for batch in batches:  # Here no rank waits for another one.
+    total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
+    for batch in batches:  # Ranks may have unequally many, so here none waits for another one.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
     return total
 
 
 def named_means(sums, prefix=""):
-    """Return the means of METRICS as a text, as in "loss 0.5000 accuracy 0.7500"."""
+    """Return the means of SUMS over the labels as a text, as in "loss 0.5000 accuracy 0.7500"."""
     means = sums[1:] / sums[0]
-    return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(METRICS, means))
+    return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(SUMS[1:], means))
+
+
+def require_equal(texts, problem):
+    """Raise RuntimeError, with the problem and what differs, if the ranks have unequal sets."""
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, texts)  # RANKS MEET
+    unequal = set.union(*reports) - set.intersection(*reports)
+    if unequal:
+        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
+
+
+def check_copies(net, with_buffers):
+    """Raise RuntimeError, with the tensors' names, if the ranks' copies of the net are unequal.
+
+    DDP averages only gradients, and only those of parameters that needed one when it was made.
+    """
+    state = net.state_dict() if with_buffers else dict(net.named_parameters())
+    norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
+    require_equal(norms, "the ranks' nets differ, by an unfrozen layer, a buffer or noise")
 
 
 # ---- 4. The loop
@@ -298,33 +295,30 @@ def make_loaders(args, train_set, val_set, device):
 
 def train(args, device):
     """Train and evaluate. Every rank runs this function."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, path = dist.get_rank(), args.checkpoint
 
-    # Make the same task on every rank. An item's random numbers do not depend on the rank that
-    # reads it. The optimizer stays valid, as convert_batch_norm() keeps the net's parameters.
+    # Make the same task on every rank. (convert_batch_norm() keeps the optimizer's parameters.)
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
         net = convert_batch_norm(net)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
 
-    # Go on where the checkpoint ends, if there is one of a job with the same identity. Its sums are
-    # those of the samples read, so that the printed means cover the whole epoch. RANKS MEET.
-    path = args.checkpoint
-    identity = f"{args.seed=} {args.global_batch_size=} {len(train_set)=} {optimizer.__class__=}"
-    identity += repr(train_set[0])  # The first item stands for the data, which must not change.
-    first_epoch, samples_read, sums = resume(path, identity, net, optimizer)
+    # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
+    parts = {"net": net, "optimizer": optimizer}  # A scheduler, say, would be one more.
+    identity = identify(args, train_set, net, optimizer)
+    first_epoch, samples_read, sums = resume(path, identity, parts)  # RANKS MEET
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    # From here on only evaluate() broadcasts buffers, and not each step. This sets the attribute,
-    # because DDP's argument of that name is deprecated since 2.13.
+    # Only evaluate() broadcasts buffers from here on. (DDP's argument is deprecated since 2.13.)
     model.broadcast_buffers = False
     if rank == 0:  # RANKS DIFFER
-        job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
-        print(f"ddp on {dist.get_backend()}, {job}, torch {torch.__version__}")
         if first_epoch or samples_read:
             print(f"resuming {path} at epoch {first_epoch}/{args.epochs}, sample {samples_read}")
+        if path:  # What cannot be saved is better told now than after an epoch.
+            save_checkpoint(path, identity, parts, (first_epoch, samples_read, sums))
 
     for epoch in range(first_epoch, args.epochs):
         train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
@@ -333,8 +327,9 @@ def train(args, device):
         samples_at_start = samples_read
         model.train()
         for batch in watched(train_loader, args.timeout):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, epoch + samples_read / len(train_set))
+            factor = lr_factor(args, epoch + samples_read / len(train_set))
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * float(factor)
             seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
             sums += train_step(  # RANKS MEET
                 model, optimizer, batch, args.micro_batch_size, args.clip_grad_norm, args.amp
@@ -343,32 +338,30 @@ def train(args, device):
             step = samples_read // args.global_batch_size
             if rank == 0:  # RANKS DIFFER
                 if args.checkpoint_every and step % args.checkpoint_every == 0:
-                    save_checkpoint(path, identity, net, optimizer, (epoch, samples_read, sums))
+                    save_checkpoint(path, identity, parts, (epoch, samples_read, sums))
                 if step % args.log_every == 0:
                     print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named_means(sums)}")
 
         means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
         speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
-        # RANKS MEET
+        # With --local-bn each rank has its own buffers. RANKS MEET here and in evaluate().
+        check_copies(net, with_buffers=not args.local_bn)
         val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
         samples_read = 0
-        sums = torch.zeros_like(sums)
+        sums.zero_()
         if rank == 0:  # RANKS DIFFER
             if path:
-                save_checkpoint(path, identity, net, optimizer, (epoch + 1, 0, sums))
+                save_checkpoint(path, identity, parts, (epoch + 1, 0, sums))
             print(f"epoch {epoch} | {means} | {val_means} | {speed:.1f} samples/s")
 
 
 # ---- 5. The processes
-def run_rank(args, init_method="env://"):
-    """Run one rank: choose its device, join the process group, train.
-
-    torchrun tells a rank its numbers in environment variables. init_method: how the ranks find each
-    other, by default at the address that torchrun sets.
-    """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
+def run_rank(rank, world_size, args, init_method):
+    """Run one rank: choose its device, join the process group that init_method names, train."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # its number on this machine
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     end_with_parent()
+    faulthandler.enable()  # A crash in C code, as of NCCL's watchdog, prints its stack.
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file or pipe late.
     num_gpus = torch.cuda.device_count()
     device = torch.device("cpu")
@@ -381,120 +374,131 @@ def run_rank(args, init_method="env://"):
     # NCCL needs a GPU for each rank. With gloo, ranks can share one.
     backend = "nccl" if local_world_size <= num_gpus else "gloo"
     timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of restart_watchdog()
-    dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
+    dist.init_process_group(  # RANKS MEET
+        backend, init_method, timeout=timeout, world_size=world_size, rank=rank
+    )
     restart_watchdog(args.timeout)
+    if rank == 0:  # RANKS DIFFER
+        job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
+        print(f"ddp on {backend}, {job}, torch {torch.__version__}")
     try:
         train(args, device)
     except Exception:
-        # The launcher reports this once the process ends. If NCCL prevents that, exit after 30 s.
+        # The launcher reports this when the process ends. If NCCL prevents that, exit after 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # To destroy the group may hang while a DDP model exists, so train() has returned before. After
-    # an exception this is skipped, because it could wait for ranks that have no error
-    # (pytorch/torchtitan#1342).
+    # Not after an exception: it could wait for the other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
 
 
-def run_spawned_rank(rank, world_size, args, init_method):
-    """Run one rank that mp.spawn() has started: first set the variables that torchrun sets."""
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = f"{rank}"
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = f"{world_size}"
-    run_rank(args, init_method)
-
-
 def main():
-    """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks.
-
-    A mistake that can be seen before the ranks start is refused in one line, with status 2.
-    """
+    """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks."""
     args, refuse = parse_args()
     under_torchrun = "LOCAL_RANK" in os.environ
-    slurm_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if not under_torchrun and ("RANK" in os.environ or slurm_tasks != "1"):
-        refuse("each task would start a job of its own: start torchrun, once on each machine")
-    num_gpus = torch.cuda.device_count()
-    if num_gpus and not torch.cuda.is_available():
-        refuse("CUDA does not start; PyTorch's warning says why. Old driver: TORCH=torch==2.10.0")
-    # Is there a driver for GPUs that this PyTorch cannot use?
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    if wanted and not num_gpus and os.path.exists("/dev/nvidiactl"):
-        refuse("this PyTorch sees no GPU. To train on the CPU, set CUDA_VISIBLE_DEVICES= (nothing)")
+    if "RANK" in os.environ and not under_torchrun:
+        refuse("RANK is set: unset it, or start torchrun, once on each machine")
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
-    if min(args.num_workers, args.lr, args.clip_grad_norm, args.seed) < 0:
-        refuse("--num-workers, --lr, --clip-grad-norm and --seed cannot be below 0")
     if args.global_batch_size % world_size:
         refuse("--global-batch-size must be a multiple of the number of processes")
     if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint")
-    if args.checkpoint is not None:
-        path = os.path.realpath(args.checkpoint)  # For "" this is the working directory.
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            refuse("--checkpoint is a folder, or its folder is missing or read-only")
-        args.checkpoint = path  # So a symbolic link stays, and only the file that it names changes.
 
     if under_torchrun:
-        # A rank has threads, so a loader worker that is forked from it may hang (see the
-        # documentation of DistributedDataParallel). Ranks of mp.spawn() spawn theirs anyway.
+        # A loader worker that is forked from a rank, which has threads, may hang (see DDP's
+        # documentation). Ranks of mp.spawn() spawn theirs anyway.
         mp.set_start_method("spawn")
-        return run_rank(args)
+        return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
     threads = torch.get_num_threads() // world_size or 1
     os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.
     try:
         with tempfile.TemporaryDirectory() as folder:
             # The ranks find each other by a file. A port could be taken (pytorch/pytorch#126510).
-            mp.spawn(run_spawned_rank, (world_size, args, f"file://{folder}/store"), world_size)
+            mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
         os._exit(130)  # sys.exit() would wait for the ranks, which end when this process does.
 
 
 # ---- 6. Checkpoints
-def save_checkpoint(path, identity, net, optimizer, progress):
+def identify(args, train_set, net, optimizer):
+    """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
+
+    A checksum of the norms of eight samples stands for the data. Raises ValueError if a sample
+    differs when it is read again, or if DDP would not average a gradient that the optimizer uses.
+    """
+    indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
+    batches = DataLoader(
+        train_set,
+        sampler=indices + indices,
+        # A worker reads, if there are any: a dataset with an open file cannot be sent to workers.
+        num_workers=min(args.num_workers, 1),
+        worker_init_fn=end_with_parent,
+    )
+    norms = [[f"{x.double().norm():.6g}" for x in batch if torch.is_tensor(x)] for batch in batches]
+    if norms[:8] != norms[8:]:
+        raise ValueError("an item differs when it is read again: make_task() says what it may draw")
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    order = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+    if None in order:
+        raise ValueError("the optimizer has a parameter that is not the net's: move it there")
+    data = zlib.crc32(repr(norms).encode())
+    return (
+        f"{args.seed=}; {args.global_batch_size=}; {len(train_set)=}; {data=}; {SUMS=}; "
+        f"optimizer {type(optimizer).__name__}; {order=}"
+    ).split("; ")
+
+
+def save_checkpoint(path, identity, parts, progress):
     """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
 
-    identity: a text that resume() compares. progress: what resume() returns. Raises
-    FloatingPointError if the net holds a number that is not finite (so register a mask of -inf with
-    persistent=False), and BlockingIOError while another job writes the file. Then the file stays as
-    it was.
+    identity: texts that resume() compares. parts: a dictionary of objects with a state_dict().
+    progress: what resume() returns. Raises FloatingPointError if the net is not finite (so register
+    a mask of -inf with persistent=False), and OSError if the file cannot be written, or not be
+    loaded again. Then the old file stays as it was.
     """
-    state = net.state_dict()
-    if not all(tensor.isfinite().all() for tensor in state.values()):
-        raise FloatingPointError(f"the net is not finite, so nothing was written to {path}")
-    with open(f"{path}.tmp", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This fails while another job writes it.
-        file.truncate(0)
-        states = {"net": state, "optimizer": optimizer.state_dict()}
-        torch.save({"identity": identity, "progress": progress, **states}, file)
-        file.flush()
-        os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
+    states = {name: part.state_dict() for name, part in parts.items()}
+    for name, value in states["net"].items():
+        if torch.is_tensor(value) and not value.isfinite().all():
+            raise FloatingPointError(f"{name} is not finite, so nothing was written to {path}")
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save({"identity": identity, "progress": progress, **states}, file)
+            file.flush()
+            os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
+        # Can resume() load it? Not, for example, if another job writes the same file.
+        torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
         os.replace(f"{path}.tmp", path)
+    except Exception as error:
+        reason = error
+        while reason.__context__:  # PyTorch's own error hides the first one, such as a full disk.
+            reason = reason.__context__
+        raise OSError(f"nothing was written to {path}: {reason!r:.300}") from error
 
 
-def resume(path, identity, net, optimizer):
+def resume(path, identity, parts):
     """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
 
-    Without a file, all three are zero. sums is float64 (1 + len(METRICS),) on the CPU. No code in
-    the file is run. Raises ValueError in three cases: the file is damaged or of another job, the
-    ranks have different data, or they do not all find a checkpoint with the same progress.
+    Without a file, all three are zero. sums is float64 (len(SUMS),) on the CPU. No code in the file
+    is run, from PyTorch 2.6 on (CVE-2025-32434). Raises ValueError if the file is damaged or of
+    another job, and RuntimeError if the ranks have unequal data or do not all find the file.
     """
-    progress = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
+    progress = 0, 0, torch.zeros(len(SUMS), dtype=torch.float64)
     if path and os.path.exists(path):
         try:
             if zipfile.ZipFile(path).testzip():  # torch.load() does not compare checksums.
                 raise ValueError("a checksum is wrong")
             # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            if checkpoint["identity"] != identity:
-                raise ValueError(f"it is of a job with {checkpoint['identity']}")
-            net.load_state_dict(checkpoint["net"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            if others := [text for text in checkpoint["identity"] if text not in identity]:
+                raise ValueError(f"it is of a job with {', '.join(others)}")
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
             progress = checkpoint["progress"]
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
-    reports = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (identity, progress[:2]))  # RANKS MEET before rank 0 writes.
-    if len(set(reports)) > 1:
-        raise ValueError(f"the ranks have unequal data, or do not all find {path}: {reports}")
+    # RANKS MEET before rank 0 writes.
+    report = {*identity, f"epoch {progress[0]}, sample {progress[1]}"}
+    require_equal(report, f"the ranks have unequal data, or do not all find {path}")
     return progress
 
 
@@ -502,15 +506,13 @@ def resume(path, identity, net, optimizer):
 def seed_generators(seed, *place):
     """Seed the generators of PyTorch, NumPy and Python for a place in the training.
 
-    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank), all integers
-    from 0 on. Because of this no checkpoint has to hold the state of a generator.
+    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank), from 0 on.
+    Because of this no checkpoint has to hold the state of a generator.
     """
     # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
-    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() takes 70 times as long.
-    if torch.cuda.is_initialized():  # This is not so in a loader worker.
-        torch.cuda.manual_seed(torch_seed)
+    torch.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
     random.seed(python_seed)
 
@@ -537,16 +539,19 @@ class SeededItems(Dataset):
 def convert_batch_norm(net):
     """Return the net with BatchNorm layers that see the samples of all ranks in training.
 
-    On GPUs they become PyTorch's nn.SyncBatchNorm, which refuses CPUs. On CPUs each rank gathers
-    the samples of all ranks before a layer, and keeps its own part after it. There the samples of
-    all ranks must have equal shapes.
+    On GPUs they become nn.SyncBatchNorm. On CPUs each rank gathers all samples, which must have
+    equal shapes, before a layer, and keeps its own after it. Raises TypeError on
+    GPUs for a subclass, whose additions nn.SyncBatchNorm would drop.
     """
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    layers = [layer for layer in net.modules() if isinstance(layer, batch_norms)]
     if next(net.parameters()).is_cuda:
+        if others := set(map(type, layers)).difference(batch_norms):
+            raise TypeError(f"nn.SyncBatchNorm cannot replace {others}: use --local-bn")
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    for layer in net.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.register_forward_pre_hook(gather_samples)
-            layer.register_forward_hook(keep_own_samples)
+    for layer in layers:
+        layer.register_forward_pre_hook(gather_samples)
+        layer.register_forward_hook(keep_own_samples)
     return net
 
 
@@ -573,28 +578,27 @@ def sum_over_ranks(gradient):
 def keep_own_samples(layer, inputs, output):
     """After a BatchNorm layer: keep this rank's part of the output."""
     if layer.training:
-        return output.chunk(dist.get_world_size())[dist.get_rank()]  # RANKS DIFFER
+        # Not chunk(), whose pieces refuse operations in place, such as an inplace ReLU.
+        share = len(output) // dist.get_world_size()
+        return output.narrow(0, share * dist.get_rank(), share)  # RANKS DIFFER
 
 
 # ---- 9. Hangs, and processes that are left over
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
 
-    Ranks of mp.spawn() are sent only SIGINT, which a job that a script has started with & ignores,
-    and loader workers notice the end only after seconds.
+    PyTorch sends ranks only SIGINT, which a job that was started with & ignores, and loader workers
+    notice the end only after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
-    parent = mp.parent_process()  # torchrun's ranks have none.
-    if parent and not parent.is_alive():  # It ended before this call.
-        os._exit(1)
 
 
 def restart_watchdog(timeout):
     """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
-    First each rank prints the stacks of its threads, even if it is stuck in C code. The ranks print
-    one after another. Then the last one exits, which ends the others (unless it was already done).
+    First the ranks print the stacks of their threads, one rank after another, even if they are
+    stuck in C code. Then the last rank exits, which ends the others.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seconds = timeout + 5 * rank / world_size  # RANKS DIFFER
