@@ -9,10 +9,9 @@ rank computes the gradient of its own share, and DistributedDataParallel (DDP) a
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
 this training. Chapters 6 to 9 are its helpers: read one when you meet its call.)
 
-The number of ranks changes the speed of a training, but its result only by rounding, provided that
-samples meet only in BatchNorm and in the mean of their losses, and draw random numbers only in the
-dataset. Exceptions are therefore losses between samples, dropout, whose masks each rank draws, and
---local-bn or --micro-batch-size, with which BatchNorm sees only a part of the batch. A job that was
+The number of ranks changes the speed of a training, but its result only by rounding, except with
+losses between samples, random collate functions, dropout, whose masks each rank draws itself, and
+--local-bn or --micro-batch-size, with which BatchNorm sees a part of the batch. A job that was
 killed goes on if it is started again with the same --checkpoint, on any number of ranks that
 divides the global batch.
 
@@ -76,7 +75,7 @@ class ConvNet(nn.Sequential):
         super().__init__(*layers[:-1])  # After the logits there is no ReLU.
 
 
-SUMS = ("labels", "loss", "accuracy")  # The labels divide the others. The loss is minimized.
+SUMS = ("labels", "loss", "accuracy")  # Keep two in place: labels divide, the loss is minimized.
 
 
 def batch_sums(output, y):
@@ -98,9 +97,9 @@ def lr_factor(args, epochs_done):
 def make_task(args, device):
     """Return (train_set, val_set, net, optimizer), with the net on the device.
 
-    An item is a tuple of tensors, of which the last is y. It may draw random numbers from the
-    global generators, which are seeded before each item (chapter 7), or from one that is seeded by
-    its index. They are seeded before this call, too, so all ranks make the same net.
+    An item is a tuple of tensors, of which the last is y. Reading one may draw random numbers from
+    the global generators, which are seeded before each item (chapter 7), or from one that is seeded
+    by its index. The global ones are seeded before this call, too, so all ranks make the same net.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
@@ -129,8 +128,8 @@ def parse_args():
     add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
     # A link stays, and only the file that it names changes.
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
-    add("--checkpoint-every", help="write it every so many steps, and not only after each epoch")
-    add("--log-every", default=50, help="steps between lines")
+    add("--checkpoint-every", help="also write it every so many steps of an epoch")
+    add("--log-every", default=50, help="steps of an epoch between lines")
     add("--timeout", default=600, help="seconds until a hang is ended")
     add("--num-samples", default=1200, help="of the synthetic data")
     add("--length", default=1000, help="of a synthetic signal")
@@ -269,7 +268,7 @@ def check_copies(net, with_buffers):
     """
     state = net.state_dict() if with_buffers else dict(net.named_parameters())
     norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
-    require_equal(norms, "the ranks' nets differ, by an unfrozen layer, a buffer or noise")
+    require_equal(norms, "the ranks' nets differ: a layer unfrozen after DDP(), a buffer, noise?")
 
 
 # ---- 4. The loop
@@ -423,8 +422,9 @@ def main():
 def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
-    A checksum of the norms of eight samples stands for the data. Raises ValueError if a sample
-    differs when it is read again, or if DDP would not average a gradient that the optimizer uses.
+    Other options may change. A checksum of norms of eight samples stands for the data. Raises
+    ValueError if a sample differs when it is read again, or if the optimizer has a parameter whose
+    gradients DDP would not average.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
     batches = DataLoader(
