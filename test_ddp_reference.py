@@ -1290,7 +1290,7 @@ def start_slow_programs():
         "hanging": start_python(f"-m torch.distributed.run {torchrun} {job}"),
         "main job": start_python("-m ddp_reference"),
         # 10 is a multiple of 2, but not of 3 or 4, so there is one run less of each.
-        "check": start_python(f"{__file__} check forgetful.py {SMALL} --global-batch-size 10"),
+        "check": start_python(f"-m test_ddp_reference check forgetful.py {SMALL} --global-batch-size 10"),
     }
 
 
