@@ -258,7 +258,7 @@ def require_equal(texts, problem):
     dist.all_gather_object(reports, texts)  # RANKS MEET
     unequal = set.union(*reports) - set.intersection(*reports)
     if unequal:
-        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
+        raise RuntimeError(f"{problem}: {unequal!s:.300}")
 
 
 def check_copies(net, with_buffers):
@@ -373,9 +373,7 @@ def run_rank(rank, world_size, args, init_method):
     # NCCL needs a GPU for each rank. With gloo, ranks can share one.
     backend = "nccl" if local_world_size <= num_gpus else "gloo"
     timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of restart_watchdog()
-    dist.init_process_group(  # RANKS MEET
-        backend, init_method, timeout=timeout, world_size=world_size, rank=rank
-    )
+    dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     restart_watchdog(args.timeout)
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
@@ -408,8 +406,8 @@ def main():
         # documentation). Ranks of mp.spawn() spawn theirs anyway.
         mp.set_start_method("spawn")
         return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
-    threads = torch.get_num_threads() // world_size or 1
-    os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # Otherwise each rank uses all cores.
+    # Otherwise each rank uses all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", f"{torch.get_num_threads() // world_size or 1}")
     try:
         with tempfile.TemporaryDirectory() as folder:
             # The ranks find each other by a file. A port could be taken (pytorch/pytorch#126510).
@@ -423,8 +421,7 @@ def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
     Other options may change. A checksum of norms of eight samples stands for the data. Raises
-    ValueError if a sample differs when it is read again, or if the optimizer has a parameter whose
-    gradients DDP would not average.
+    ValueError if a sample differs when it is read again, or the optimizer has another parameter.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
     batches = DataLoader(
@@ -592,6 +589,9 @@ def end_with_parent(worker_id=None):
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
+    parent = mp.parent_process()
+    if parent and not parent.is_alive():  # It ended before this call.
+        os._exit(1)
 
 
 def restart_watchdog(timeout):
