@@ -258,7 +258,7 @@ def require_equal(texts, problem):
     dist.all_gather_object(reports, texts)  # RANKS MEET
     unequal = set.union(*reports) - set.intersection(*reports)
     if unequal:
-        raise RuntimeError(f"{problem}: {unequal!s:.300}")
+        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
 
 
 def check_copies(net, with_buffers):
@@ -494,7 +494,7 @@ def resume(path, identity, parts):
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
     # RANKS MEET before rank 0 writes.
-    report = {*identity, f"epoch {progress[0]}, sample {progress[1]}"}
+    report = {*identity, f"(epoch, sample) {progress[:2]}"}
     require_equal(report, f"the ranks have unequal data, or do not all find {path}")
     return progress
 
