@@ -1010,27 +1010,25 @@ class ReadmePrograms(TestCase):
 
 
 # ---- The processes
-PAUSE = """{}
-    if os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "{}":
+PAUSE = """    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if epochs_done > 1.3 and is_first_start and os.environ["RANK"] == "0":
+        print("gloo on", os.environ["GLOO_SOCKET_IFNAME"], "workers by", mp.get_start_method())
         signal.pause()
+    return 1  #"""
+ORPHANED = """    os.kill(os.getppid(), signal.SIGKILL)
+    mp.parent_process().join()
 """
 PROGRAMS = {
-    # Rank 0 hangs in a step, and after a restart rank 1 in evaluate().
+    # Rank 0 hangs in a step, but not after a restart. (The first step would import torch._dynamo,
+    # which takes seconds.)
     "hanging.py": (
         "import zlib\n",
-        "import zlib\nimport torch._dynamo\n",  # The first step would do this, which takes seconds.
+        "import zlib\nimport torch._dynamo\n",
         "    return 1  #",
-        PAUSE.format("    if epochs_done < 1.3: return 1", "00") + "    return 1  #",
-        "    net.eval()\n",
-        PAUSE.format("    net.eval()", "11"),
-        "ddp on",
-        "workers by {mp.get_start_method()}, {os.environ['GLOO_SOCKET_IFNAME']}; ddp on",
+        PAUSE,
     ),
     # The launcher ends before this rank has asked for its own end.
-    "orphan.py": (
-        "    if sys.platform",
-        "    os.kill(os.getppid(), signal.SIGKILL)\n    mp.parent_process().join()\n    if sys.platform",
-    ),
+    "orphan.py": ("    if sys.platform", f"{ORPHANED}    if sys.platform"),
     # A loader worker is stuck. (Without workers, a rank reads the item.)
     "endless.py": (
         "        seed_generators(self.seed",
@@ -1067,13 +1065,16 @@ def slow_programs():
     """Write PROGRAMS, and start what takes long, once."""
     for name, edits in PROGRAMS.items():
         pathlib.Path(name).write_text(edited(SOURCE, *edits))
-    torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=2"
+    torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
     job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
-    forgetful = f"forgetful.py {SMALL} --global-batch-size 10"
+    endless = f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1"
+    forgetful = f"forgetful.py {SMALL} --global-batch-size 10 --epochs 10"
     return {
         "hanging": start_python(f"-m torch.distributed.run {torchrun} {job}"),
-        # PyTorch sends a rank SIGINT when its launcher ends. Here this is ignored.
+        # PyTorch sends a rank SIGINT when its launcher ends. After & this is ignored.
         "orphan": start_python("orphan.py --nproc-per-node 1", signal.SIG_IGN),
+        "endless &": start_python(endless, signal.SIG_IGN),
+        "endless": start_python(endless),
         "main job": start_python("-m ddp_reference"),
         # 10 is a multiple of 2, but not of 3 or 4, so there is one run less of each.
         "check": start_python(f"-m test_ddp_reference check {forgetful}"),
@@ -1098,30 +1099,24 @@ class TheProcesses(TestCase):
         """None is left even if it ignores Ctrl-C, as after &, or if a loader worker is stuck."""
         out, _ = wait_for(slow_programs()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
-        for signal_number, status, sigint in (
-            (signal.SIGINT, 130, signal.SIG_DFL),
-            (signal.SIGKILL, -signal.SIGKILL, signal.SIG_IGN),
+        for name, signal_number, status in (
+            ("endless", signal.SIGINT, 130),
+            ("endless &", signal.SIGKILL, -signal.SIGKILL),
         ):
-            launcher = start_python(
-                f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1", sigint
-            )
+            launcher = slow_programs()[name]
             self.assertIn("stuck\n", launcher.stdout)  # This reads until the line comes.
-
             launcher.send_signal(signal_number)
-
             wait_for(launcher, status)
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
-        """A rank hangs in a step, then one in evaluate(). After two restarts the job ends well."""
+        """The job goes on from its checkpoint, and ends well."""
         out, err = wait_for(slow_programs()["hanging"])
 
         times = re.findall(r"Timeout \((.*)\)!", err)
-        self.assertEqual(times, ["0:00:08", "0:00:10.500000"] * 2)  # Rank 1 waits longer.
+        self.assertEqual(times, ["0:00:08", "0:00:10.500000"])  # Rank 1 waits longer.
         for function in ("lr_factor", "train_step"):
             assert f" in {function}\n" in err, err
-        # NCCL does not block rank 0, so on GPUs it may have left evaluate().
-        assert err.count(" in evaluate\n") + err.count(" in named_means\n") > 1, err
-        assert "workers by spawn, lo; ddp on gloo" in out, out  # A forked worker may hang.
+        assert "gloo on lo workers by spawn\n" in out, out  # A forked worker may hang.
         # This ends the line "resuming .../hanging at ...". The checkpoint's name is hanging.
         assert "hanging at epoch 1/2, sample 24" in out
 
@@ -1130,7 +1125,7 @@ class TheProcesses(TestCase):
         out, _ = wait_for(slow_programs()["check"], status=1)
 
         self.assertRegex(out, r"\n2 processes +differs by 0\.000\d ")
-        self.assertRegex(out, r"\n2 processes, killed; 1 from epoch 1/2, .*\(first: epoch 1 \| ")
+        self.assertRegex(out, r"\n2 processes, killed; 1 from epoch \d/10, .*\(first: epoch \d")
         self.assertIn("the checkpoint lacks some state", out)
 
 
@@ -1139,11 +1134,11 @@ HELP = """Try whether a job is the same on any number of processes, and over a k
 
 The job runs on one process, on each larger number that divides its global batch (up to 4 on CPUs,
 and up to all GPUs), and once with a kill past its middle, after which another number goes on. The
-line of each step is compared. The status is 0 if nothing differs by more than the tolerance,
-otherwise 1. What is equally wrong on every number of processes, this cannot see. All other
-options go to the job."""
-FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch size,
-random numbers such as dropout's, BatchNorm, and a loss or collate function that knows its rank"""
+line of each step is compared. The status is 0 if nothing differs by more than the tolerance, and
+otherwise 1. What is equally wrong on every number of processes, it cannot see. All other options
+go to the job."""
+FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch
+size, random numbers such as dropout's, BatchNorm, and a loss or collate function that knows its rank"""
 LATER = """only after some steps: look at dropout, at a bias before BatchNorm (its gradient is only
 rounding), and at the learning rate; slight differences that grow are rounding"""
 AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
