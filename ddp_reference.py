@@ -186,7 +186,7 @@ class DistributedSampler(Sampler):
 
 # ---- 3. A step, and evaluation
 def forward(model, batch, amp):
-    """Return batch_sums() of a batch, which is a sequence of tensors. The last of them is y."""
+    """Return batch_sums() of a batch: a sequence of tensors, of which the last is y."""
     device = next(model.parameters()).device
     *inputs, y = (tensor.to(device, non_blocking=True) for tensor in batch)
     with torch.autocast(device.type, torch.bfloat16, amp):
@@ -247,7 +247,7 @@ def evaluate(net, batches, amp=False):
 
 
 def named_means(sums, prefix=""):
-    """Return the means of SUMS over the labels as a text, as in "loss 0.5000 accuracy 0.7500"."""
+    """Return the means of SUMS over the labels as a text: "loss 0.5000 accuracy 0.7500"."""
     means = sums[1:] / sums[0]
     return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(SUMS[1:], means))
 
@@ -316,7 +316,7 @@ def train(args, device):
     if rank == 0:  # RANKS DIFFER
         if first_epoch or samples_read:
             print(f"resuming {path} at epoch {first_epoch}/{args.epochs}, sample {samples_read}")
-        if path:  # What cannot be saved is better told now than after an epoch.
+        if path:  # A failure is better told now than after an epoch.
             save_checkpoint(path, identity, parts, (first_epoch, samples_read, sums))
 
     for epoch in range(first_epoch, args.epochs):
@@ -360,8 +360,8 @@ def run_rank(rank, world_size, args, init_method):
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # its number on this machine
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     end_with_parent()
-    faulthandler.enable()  # A crash in C code, as of NCCL's watchdog, prints its stack.
-    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file or pipe late.
+    faulthandler.enable()  # A crash in C code prints its stack.
+    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     num_gpus = torch.cuda.device_count()
     device = torch.device("cpu")
     if num_gpus:
@@ -384,7 +384,8 @@ def run_rank(rank, world_size, args, init_method):
         # The launcher reports this when the process ends. If NCCL prevents that, exit after 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # Not after an exception: it could wait for the other ranks (pytorch/torchtitan#1342).
+    # train() has freed the DDP model, which may hang if it outlives the group. Not after an
+    # exception: this could wait for the other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
 
@@ -462,7 +463,7 @@ def save_checkpoint(path, identity, parts, progress):
             torch.save({"identity": identity, "progress": progress, **states}, file)
             file.flush()
             os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-        # Can resume() load it? Not, for example, if another job writes the same file.
+        # Can resume() load it? Not, say, if another job writes the same file.
         torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
         os.replace(f"{path}.tmp", path)
     except Exception as error:
@@ -537,8 +538,8 @@ def convert_batch_norm(net):
     """Return the net with BatchNorm layers that see the samples of all ranks in training.
 
     On GPUs they become nn.SyncBatchNorm. On CPUs each rank gathers all samples, which must have
-    equal shapes, before a layer, and keeps its own after it. Raises TypeError on
-    GPUs for a subclass, whose additions nn.SyncBatchNorm would drop.
+    equal shapes, before a layer, and keeps its own after it. Raises TypeError on GPUs for a
+    subclass, whose additions nn.SyncBatchNorm would drop.
     """
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     layers = [layer for layer in net.modules() if isinstance(layer, batch_norms)]
@@ -575,7 +576,7 @@ def sum_over_ranks(gradient):
 def keep_own_samples(layer, inputs, output):
     """After a BatchNorm layer: keep this rank's part of the output."""
     if layer.training:
-        # Not chunk(), whose pieces refuse operations in place, such as an inplace ReLU.
+        # Not chunk(), whose pieces refuse operations in place, as of a ReLU.
         share = len(output) // dist.get_world_size()
         return output.narrow(0, share * dist.get_rank(), share)  # RANKS DIFFER
 

@@ -1124,8 +1124,8 @@ class TheProcesses(TestCase):
         """Two processes are as one, but the momentum is lost over the kill."""
         out, _ = wait_for(slow_programs()["check"], status=1)
 
-        self.assertRegex(out, r"\n2 processes +differs by 0\.000\d ")
-        self.assertRegex(out, r"\n2 processes, killed; 1 from epoch \d/10, .*\(first: epoch \d")
+        self.assertRegex(out, r"\n2 processes differs by 0\.000\d ")
+        self.assertRegex(out, r"\nover a kill .* \(2 processes, then 1 from .*\(first: epoch \d")
         self.assertIn("the checkpoint lacks some state", out)
 
 
@@ -1141,6 +1141,7 @@ FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their o
 size, random numbers such as dropout's, BatchNorm, and a loss or collate function that knows its rank"""
 LATER = """only after some steps: look at dropout, at a bias before BatchNorm (its gradient is only
 rounding), and at the learning rate; slight differences that grow are rounding"""
+OVER_A_KILL = "over a kill"
 AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
 
 
@@ -1183,12 +1184,12 @@ def read_means(printed):
     return means
 
 
-def report(name, printed, one, tolerance):
+def report(name, printed, one, tolerance, note=""):
     """Print how far a run is from one process: return the first place that differs, or None."""
     means, expected = read_means(printed), read_means(one)
     missing = [place for place in expected if place not in means]
     # The kill may come when a step is saved, but before its line is printed.
-    differing = missing if len(missing) > ("killed" in name) else []
+    differing = missing if len(missing) > (name == OVER_A_KILL) else []
     largest = 0
     for place in expected.keys() & means.keys():
         difference = np.abs(means[place] - expected[place]).max(initial=0)
@@ -1196,12 +1197,13 @@ def report(name, printed, one, tolerance):
         if not difference <= tolerance:
             differing.append(place)
     first = min(differing, key=list(expected).index, default=None)
-    where = f"(first: {first})" if first else ""
+    if first:
+        note += f" (first: {first})"
     speed, speed_of_one = (
         float(re.findall(r"([\d.]+) samples/s", text)[-1]) for text in (printed, one)
     )
-    ratio = f"{speed:9.1f} samples/s, {speed / speed_of_one:.2f} times"
-    print(f"{name:50} differs by {largest:.4f}  {ratio}", where, flush=True)
+    ratio = f"{speed:.1f} samples/s, {speed / speed_of_one:.2f} times"
+    print(f"{name} differs by {largest:.4f} | {ratio}{note}", flush=True)
     return first
 
 
@@ -1245,8 +1247,8 @@ def check(arguments):
             other = counts[0] if len(counts) > 1 else 1
             again = run_for_check(other, job, options, path)
             start = re.search("resuming .* at (.*)|$", again)[1] or "the start"
-            name = f"{counts[-1]} processes, killed; {other} from {start}"
-            if report(name, killed + again, one, args.tolerance):
+            note = f" ({counts[-1]} processes, then {other} from {start})"
+            if report(OVER_A_KILL, killed + again, one, args.tolerance, note):
                 cause = cause or AFTER_THE_KILL
     if cause:
         print(f"The number of processes changes this job {cause}.")
