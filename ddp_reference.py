@@ -9,9 +9,9 @@ rank computes the gradient of its own share, and DistributedDataParallel (DDP) a
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
 this training. Chapters 6 to 9 are its helpers: read one when you meet its call.)
 
-The number of ranks changes the speed of a training, but its result only by rounding, except with
-losses between samples, random collate functions, dropout, whose masks each rank draws itself, and
---local-bn or --micro-batch-size, with which BatchNorm sees a part of the batch. A job that was
+The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
+contrastive losses, random collate functions, dropout, whose masks each rank draws itself, and
+BatchNorm with --local-bn or --micro-batch-size, which sees a part of the batch. A job that was
 killed goes on if it is started again with the same --checkpoint, on any number of ranks that
 divides the global batch.
 
@@ -34,6 +34,7 @@ import warnings
 import zipfile
 import zlib
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -75,7 +76,7 @@ class ConvNet(nn.Sequential):
         super().__init__(*layers[:-1])  # After the logits there is no ReLU.
 
 
-SUMS = ("labels", "loss", "accuracy")  # Keep two in place: labels divide, the loss is minimized.
+SUMS = ("labels", "loss", "accuracy")  # sums[0] divides the others, and sums[1] is minimized.
 
 
 def batch_sums(output, y):
@@ -126,7 +127,7 @@ def parse_args():
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
-    # A link stays, and only the file that it names changes.
+    # realpath: a link stays, and only the file that it names is replaced.
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
     add("--log-every", default=50, help="steps of an epoch between lines")
@@ -205,23 +206,22 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         raise TypeError("train_step() needs DistributedDataParallel(net)")
     if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
         raise TypeError("a batch must be tensors (the last is y) with the sample as dimension 0")
-    batch_size = len(batch[-1])
-    micro_size = micro_batch_size or batch_size
+    micro_size = micro_batch_size or len(batch[-1])
+    micro_batches = list(zip(*(tensor.split(micro_size) for tensor in batch)))
     total = 0
-    for start in range(0, batch_size, micro_size):
-        # Gradients add up, and DDP all-reduces them in the last backward pass. (no_sync() sets the
-        # same flag, but would need the body of this loop twice.)
-        model.require_backward_grad_sync = start + micro_size >= batch_size
-        micro_batch = [tensor[start : start + micro_size] for tensor in batch]
-        sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-        # sums[1] is the loss. RANKS MEET in BatchNorm, and in the last micro-batch for gradients.
-        sums[1].backward()
+    for micro_batch in micro_batches:
+        is_last = micro_batch is micro_batches[-1]
+        # Gradients add up, and DDP all-reduces them in the last backward pass.
+        with nullcontext() if is_last else model.no_sync():
+            sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
+            # sums[1] is the loss. RANKS MEET in BatchNorm, and at last for gradients.
+            sums[1].backward()
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # The loss is a sum over labels, whose gradients DDP has averaged over the ranks. For those of
-    # the mean, multiply by the world size and divide by the number of labels
-    # (huggingface/transformers#34242). If there are none, the gradient is 0, and stays 0.
+    # DDP has averaged the gradients of the ranks' sums of losses. Times the world size, this is the
+    # gradient of the whole sum, and divided by the number of labels, that of the mean
+    # (huggingface/transformers#34242). Without labels it is 0, and stays 0.
     factor = dist.get_world_size() / total[0].clamp(min=1e-9)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -253,7 +253,7 @@ def named_means(sums, prefix=""):
 
 
 def require_equal(texts, problem):
-    """Raise RuntimeError, with the problem and what differs, if the ranks have unequal sets."""
+    """Raise RuntimeError, with the problem and what differs, unless all ranks pass equal sets."""
     reports = [None] * dist.get_world_size()
     dist.all_gather_object(reports, texts)  # RANKS MEET
     unequal = set.union(*reports) - set.intersection(*reports)
@@ -262,7 +262,7 @@ def require_equal(texts, problem):
 
 
 def check_copies(net, with_buffers):
-    """Raise RuntimeError, with the tensors' names, if the ranks' copies of the net are unequal.
+    """Raise RuntimeError, with their names, if tensors of the ranks' nets have unequal norms.
 
     DDP averages only gradients, and only those of parameters that needed one when it was made.
     """
@@ -273,7 +273,7 @@ def check_copies(net, with_buffers):
 
 # ---- 4. The loop
 def make_loaders(args, train_set, val_set, device):
-    """Return (train_loader, val_loader), which read this rank's share of the samples."""
+    """Return (train_loader, val_loader) of this rank. Raises ValueError for too few samples."""
     share = args.global_batch_size // dist.get_world_size()  # main() allows no remainder.
     if len(train_set) < args.global_batch_size:
         raise ValueError("--global-batch-size is larger than the training set")
@@ -296,14 +296,14 @@ def train(args, device):
     """Train and evaluate. Every rank runs this function."""
     rank, path = dist.get_rank(), args.checkpoint
 
-    # Make the same task on every rank. (convert_batch_norm() keeps the optimizer's parameters.)
+    # Make the same task on every rank.
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
-        net = convert_batch_norm(net)
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
+        net = convert_batch_norm(net)  # It keeps the parameters, which the optimizer has.
+    base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
 
     # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
     parts = {"net": net, "optimizer": optimizer}  # A scheduler, say, would be one more.
@@ -327,8 +327,8 @@ def train(args, device):
         model.train()
         for batch in watched(train_loader, args.timeout):
             factor = lr_factor(args, epoch + samples_read / len(train_set))
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * float(factor)
+            for group, lr in zip(optimizer.param_groups, base_lrs):
+                group["lr"] = lr * float(factor)
             seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
             sums += train_step(  # RANKS MEET
                 model, optimizer, batch, args.micro_batch_size, args.clip_grad_norm, args.amp
@@ -372,7 +372,7 @@ def run_rank(rank, world_size, args, init_method):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     # NCCL needs a GPU for each rank. With gloo, ranks can share one.
     backend = "nccl" if local_world_size <= num_gpus else "gloo"
-    timeout = timedelta(seconds=args.timeout + 20)  # later than the clock of restart_watchdog()
+    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 9) comes first.
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     restart_watchdog(args.timeout)
     if rank == 0:  # RANKS DIFFER
@@ -384,8 +384,8 @@ def run_rank(rank, world_size, args, init_method):
         # The launcher reports this when the process ends. If NCCL prevents that, exit after 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
-    # train() has freed the DDP model, which may hang if it outlives the group. Not after an
-    # exception: this could wait for the other ranks (pytorch/torchtitan#1342).
+    # train() has freed the DDP model, which may hang if it outlives the group. After an exception
+    # the group stays, because this could wait for other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
 
@@ -407,7 +407,7 @@ def main():
         # documentation). Ranks of mp.spawn() spawn theirs anyway.
         mp.set_start_method("spawn")
         return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
-    # Otherwise each rank uses all cores.
+    # Without this, each rank would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", f"{torch.get_num_threads() // world_size or 1}")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -422,7 +422,7 @@ def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
     Other options may change. A checksum of norms of eight samples stands for the data. Raises
-    ValueError if a sample differs when it is read again, or the optimizer has another parameter.
+    ValueError if a sample differs when it is read again, or the net lacks an optimizer's parameter.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
     batches = DataLoader(
@@ -440,10 +440,8 @@ def identify(args, train_set, net, optimizer):
     if None in order:
         raise ValueError("the optimizer has a parameter that is not the net's: move it there")
     data = zlib.crc32(repr(norms).encode())
-    return (
-        f"{args.seed=}; {args.global_batch_size=}; {len(train_set)=}; {data=}; {SUMS=}; "
-        f"optimizer {type(optimizer).__name__}; {order=}"
-    ).split("; ")
+    options = [f"{args.seed=}", f"{args.global_batch_size=}", f"{len(train_set)=}", f"{data=}"]
+    return [*options, f"{SUMS=}", f"optimizer {type(optimizer).__name__}", f"{order=}"]
 
 
 def save_checkpoint(path, identity, parts, progress):
@@ -504,7 +502,7 @@ def resume(path, identity, parts):
 def seed_generators(seed, *place):
     """Seed the generators of PyTorch, NumPy and Python for a place in the training.
 
-    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank), from 0 on.
+    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank).
     Because of this no checkpoint has to hold the state of a generator.
     """
     # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
