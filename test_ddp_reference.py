@@ -1079,17 +1079,21 @@ def slow_programs():
 
 class TheProcesses(TestCase):
     def test_the_watchdog_restarts_at_each_batch_and_is_stopped(self):
-        """It starts before train(), and is stopped at the end."""
-        printed, _ = run_edited(
-            2, f"{SMALL} --epochs 1 --num-samples 12",
-            "faulthandler.dump_traceback_later(seconds, exit=", 'print("started", seconds, ',
-            "faulthandler.cancel_dump_traceback_later()", 'print("stopped")',
-        )  # fmt: skip
+        """It starts before train(), and is stopped at the end. On the last rank it ends the job."""
+        printed, of_rank_1 = run_edited(
+            2,
+            f"{SMALL} --epochs 1 --num-samples 12",
+            "faulthandler.dump_traceback_later(seconds, exit=",
+            'print("started", seconds, ',
+            "faulthandler.cancel_dump_traceback_later()",
+            'print("stopped")',
+        )
 
         # On rank 0: at the start, at one batch of training, at three of validation (13 samples).
         self.assertRegex(
             printed, r"^started 60.0 False\nddp.*\n(started.*\n){4}epoch.*\nstopped\n$"
         )
+        self.assertRegex(of_rank_1, r"^(started 62.5 True\n){4}stopped\n$")
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         """None is left even if it ignores Ctrl-C, as after &, or if a loader worker is stuck."""
