@@ -246,7 +246,8 @@ class Lesson2Experiments(TestCase):
 #   exception if a rank does. With train=function, each rank calls function(train, args, device) in
 #   place of train(args, device). Other functions of ddp_reference can be replaced like this.
 #   The new one gets the original first, and can call it.
-# - run_edited(3, options, old, new) runs a job of an edited file: new stands in place of old.
+# - run_edited(3, options, old, new) runs a job of an edited file: new replaces old, which must
+#   occur once.
 # - SMALL are the options of a small job. If an option is given twice, the later one counts.
 # - (For Lesson 6.) net_after(options, [Run(4, stop_after=0.5), Run(2)]) returns the net of a job
 #   that is stopped on four ranks after half an epoch, and goes on with two. In the first epoch its
@@ -304,7 +305,7 @@ def run_job(world_size, options="", **replacements):
 def edited(text, *edits):
     """Return a program in which texts are replaced. edits: old, new, old, new and so on."""
     for old, new in zip(edits[::2], edits[1::2]):
-        assert text.count(old) == 1, f"{text.count(old)} times in the program: {old}"
+        assert text.count(old) == 1, f"{text.count(old)} times in the program, not once: {old}"
         text = text.replace(old, new)
     return text
 
@@ -459,7 +460,7 @@ class Lesson3Step(TestCase):
         # All labels become -100.
         options = f"{SMALL} --checkpoint unlabeled"
         run_edited(
-            2, options, "batch_sums(model(*inputs), y)", "batch_sums(model(*inputs), 0 * y - 100)"
+            2, options, "batch_sums(model(*inputs), y", "batch_sums(model(*inputs), 0 * y - 100"
         )
 
 
@@ -601,9 +602,9 @@ class Lesson5BatchNorm(TestCase):
 # message names its three runs.
 #
 # The runs are tried from simple to hard, and the test stops at the first that differs. So if only
-# this lesson fails, the message tells where to look. If it names one rank, look at the random
-# numbers, the learning rate or the clipping. If it names several ranks, look at the loaders or
-# their workers. If it names three runs, look at the checkpoint.
+# this lesson fails, the message tells where to look. If it names one rank, look at what does not
+# depend on their number, such as the learning rate or an option. If it names several ranks, look at
+# the loaders or their workers. If it names three runs, look at the checkpoint.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -678,10 +679,11 @@ class Lesson6NumberOfRanks(TestCase):
 # refused, printed and saved, and how the processes end. Most tests run an edited ddp_reference.py,
 # in which a text is replaced by another one.
 #
-# To test a new option: if plain PyTorch can repeat it in training, add it to OPTIONS and to
-# plain_loop(). If it changes evaluation or what is printed, give loss_and_accuracy() (Lesson 4) an
-# argument for it, and use it in the test of all printed numbers. Otherwise write a test of its own.
-# Then have ddp_reference.py ignore the option for a moment, and see a test fail.
+# To test a new option: if it changes training and plain PyTorch can repeat it, add it to OPTIONS
+# and to plain_loop(). If it changes evaluation or what is printed, also give loss_and_accuracy()
+# (Lesson 4) an argument for it, and use it in the test of all printed numbers. If neither, write a
+# test. Then have ddp_reference.py ignore it, in training and in evaluation: each time a test must
+# fail.
 
 # Options that main() must refuse, with a message that the regular expression matches. If it accepts
 # them, it trains a whole job before the test fails.
@@ -694,12 +696,12 @@ COMMAND_LINES = (
     ("--lr fast", "invalid float value"),
 )
 
-# Two ranks run each fault with SMALL, `--checkpoint ck`, these options and edits. It must end the
-# job with a message that the expression matches, and leave the file ck as it was. ck is a sound
-# checkpoint of this job, after both its epochs. `--checkpoint new` does not exist, and must not
-# exist afterwards.
+# (options, expression, old, new): two ranks run SMALL, `--checkpoint ck` and these options, edited.
+# The job must end with a message that the expression matches, and leave ck, a sound checkpoint
+# after both epochs, as it was. `--checkpoint new` must not come to exist.
 PATH = "dist.get_rank(), args.checkpoint"
 ADAM = "Adam(net.parameters()"
+BATCHES = "watched(train_loader, args.timeout)"
 ITEM = "self.dataset[index]"
 DDP = "    model = DistributedDataParallel(net)"
 UNFREEZE = f"""    net[0].weight.requires_grad_(False)
@@ -736,8 +738,8 @@ FAULTS = (
     ("--epochs 3", "nets differ: .*1.running_var", "model.train()", "net[1].running_var += rank"),
     # The step
     ("--epochs 3", r"needs DistributedDataParallel\(net\)", DDP, "    model = net"),
-    ("--epochs 3", "a batch must be tensors", "batch, args", "{'x': batch}, args"),
-    ("--epochs 3", "the sample as dim", "batch, args", "(batch[0][0], batch[1]), args"),
+    ("--epochs 3", "a batch must be tensors", BATCHES, "[{'x': 0}]"),
+    ("--epochs 3", "the sample as dim", BATCHES, "[(torch.ones(1), torch.ones(2))]"),
     # The disk: another writer of the file, and a disk that is full
     ("--epochs 3", "written to .*ck: ", "os.fsync(file)", "file.truncate(9)"),
     ("--epochs 3", "written to .*ck: OSError.*File too large", "    states =", LIMIT_FILES),
@@ -1028,8 +1030,8 @@ PROGRAMS = {
     # A loader worker is stuck. (Without workers, a rank reads the item.)
     "endless.py": (
         "        seed_generators(self.seed",
-        "        assert torch.utils.data.get_worker_info()\n"
-        "        print('stuck', flush=True), signal.pause()\n        (self.seed",
+        "        if torch.utils.data.get_worker_info().num_workers > 1:  # identify() starts one.\n"
+        "            print('stuck', flush=True), signal.pause()\n        (self.seed",
     ),
     # The momentum is lost over a kill.
     "forgetful.py": ("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -1063,7 +1065,7 @@ def slow_programs():
         pathlib.Path(name).write_text(edited(SOURCE, *edits))
     torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
     job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
-    endless = f"endless.py {SMALL} --nproc-per-node 1 --num-workers 1"
+    endless = f"endless.py {SMALL} --nproc-per-node 1 --num-workers 2"
     forgetful = f"forgetful.py {SMALL} --global-batch-size 10 --epochs 10"
     return {
         "hanging": start_python(f"-m torch.distributed.run {torchrun} {job}"),
@@ -1128,6 +1130,13 @@ class TheProcesses(TestCase):
         self.assertRegex(out, r"\nover a kill: .* \(2 processes, then 1 from .*\(first: epoch \d")
         self.assertIn("the checkpoint lacks some state", out)
 
+    def test_check_sees_that_a_job_ends_later_or_sooner_than_on_one_process(self):
+        """So it is if early stopping differs."""
+        line = "epoch {} | loss 0.5000 | 9.0 samples/s\n"
+        short, long = line.format(0), line.format(0) + line.format(1)
+        for printed, one in ((short, long), (long, short)):
+            self.assertEqual(report("2 processes", printed, one, 0.1), "epoch 1")
+
 
 # ---- bash run.sh check
 HELP = """Try whether a job is the same on any number of processes, and over a kill.
@@ -1140,7 +1149,7 @@ go to the job."""
 FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch
 size, random numbers (dropout), BatchNorm, and a loss or collate function that knows its rank"""
 LATER = """only after some steps: look at dropout, at a bias before BatchNorm (its gradient is only
-rounding), and at the learning rate; slight differences that grow are rounding"""
+rounding), and at a learning rate that is too high; slight differences that grow are rounding"""
 OVER_A_KILL = "over a kill"
 AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
 
@@ -1187,7 +1196,8 @@ def read_means(printed):
 def report(name, printed, one, tolerance, note=""):
     """Print how far a run is from one process: return the first place that differs, or None."""
     means, expected = read_means(printed), read_means(one)
-    missing = [place for place in expected if place not in means]
+    places = list({**expected, **means})
+    missing = [place for place in places if place not in means or place not in expected]
     # The kill may come when a step is saved, but before its line is printed.
     differing = missing if len(missing) > (name == OVER_A_KILL) else []
     largest = 0
@@ -1196,7 +1206,7 @@ def report(name, printed, one, tolerance, note=""):
         largest = np.maximum(largest, difference)  # nan counts as largest.
         if not difference <= tolerance:
             differing.append(place)
-    first = min(differing, key=list(expected).index, default=None)
+    first = min(differing, key=places.index, default=None)
     if first:
         note += f" (first: {first})"
     speed, speed_of_one = (
