@@ -76,7 +76,7 @@ class ConvNet(nn.Sequential):
         super().__init__(*layers[:-1])  # After the logits there is no ReLU.
 
 
-SUMS = ("labels", "loss", "accuracy")  # sums[0] divides the others, and sums[1] is minimized.
+SUMS = ("labels", "loss", "accuracy")  # The first divides the others, and the second is minimized.
 
 
 def batch_sums(output, y):
@@ -109,7 +109,7 @@ def make_task(args, device):
 
 
 def positive_int(text):
-    """Convert the text of an option. argparse makes its message of the ValueError."""
+    """Return int(text). Raises ValueError, which argparse reports, if it is below 1."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -127,7 +127,7 @@ def parse_args():
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
-    # realpath: a link stays, and only the file that it names is replaced.
+    # realpath: saving replaces the file that a link names, not the link.
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
     add("--log-every", default=50, help="steps of an epoch between lines")
@@ -199,7 +199,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
     The gradient is that of the mean loss over all labels of the global batch. Every rank must have
     equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
-    batch. Only nn.SyncBatchNorm waits for its GPU here, three times in each layer. Raises TypeError
+    batch. Only nn.SyncBatchNorm makes the CPU wait for the GPU. Raises TypeError
     unless model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -214,14 +214,14 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         # Gradients add up, and DDP all-reduces them in the last backward pass.
         with nullcontext() if is_last else model.no_sync():
             sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-            # sums[1] is the loss. RANKS MEET in BatchNorm, and at last for gradients.
+            # sums[1] is the loss. RANKS MEET in BatchNorm and, if is_last, for gradients.
             sums[1].backward()
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
     # DDP has averaged the gradients of the ranks' sums of losses. Times the world size, this is the
     # gradient of the whole sum, and divided by the number of labels, that of the mean
-    # (huggingface/transformers#34242). Without labels it is 0, and stays 0.
+    # (huggingface/transformers#34242). Without labels the gradient stays 0.
     factor = dist.get_world_size() / total[0].clamp(min=1e-9)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -381,11 +381,11 @@ def run_rank(rank, world_size, args, init_method):
     try:
         train(args, device)
     except Exception:
-        # The launcher reports this when the process ends. If NCCL prevents that, exit after 30 s.
+        # The launcher reports the error when this process ends. If NCCL delays that, exit in 30 s.
         faulthandler.dump_traceback_later(30, exit=True)
         raise
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
-    # the group stays, because this could wait for other ranks (pytorch/torchtitan#1342).
+    # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
     faulthandler.cancel_dump_traceback_later()
 
@@ -428,7 +428,7 @@ def identify(args, train_set, net, optimizer):
     batches = DataLoader(
         train_set,
         sampler=indices + indices,
-        # A worker reads, if there are any: a dataset with an open file cannot be sent to workers.
+        # Read in a worker if there are any: a file opened here could not be sent to workers.
         num_workers=min(args.num_workers, 1),
         worker_init_fn=end_with_parent,
     )
@@ -436,20 +436,20 @@ def identify(args, train_set, net, optimizer):
     if norms[:8] != norms[8:]:
         raise ValueError("an item differs when it is read again: make_task() says what it may draw")
     names = {parameter: name for name, parameter in net.named_parameters()}
-    order = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
-    if None in order:
-        raise ValueError("the optimizer has a parameter that is not the net's: move it there")
+    parameters = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+    if None in parameters:
+        raise ValueError("the optimizer has a parameter that the net lacks: add it to the net")
     data = zlib.crc32(repr(norms).encode())
     options = [f"{args.seed=}", f"{args.global_batch_size=}", f"{len(train_set)=}", f"{data=}"]
-    return [*options, f"{SUMS=}", f"optimizer {type(optimizer).__name__}", f"{order=}"]
+    return [*options, f"{SUMS=}", f"optimizer {type(optimizer).__name__}", f"{parameters=}"]
 
 
 def save_checkpoint(path, identity, parts, progress):
     """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
 
     identity: texts that resume() compares. parts: a dictionary of objects with a state_dict().
-    progress: what resume() returns. Raises FloatingPointError if the net is not finite (so register
-    a mask of -inf with persistent=False), and OSError if the file cannot be written, or not be
+    progress: (epoch, samples_read, sums). Raises FloatingPointError if the net is not finite (so
+    register a mask of -inf with persistent=False), and OSError if the file cannot be written or
     loaded again. Then the old file stays as it was.
     """
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -503,7 +503,7 @@ def seed_generators(seed, *place):
     """Seed the generators of PyTorch, NumPy and Python for a place in the training.
 
     The place of an item is (epoch, index), that of a step (epoch, samples_read, rank).
-    Because of this no checkpoint has to hold the state of a generator.
+    So no checkpoint has to hold the state of a generator.
     """
     # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)

@@ -721,10 +721,10 @@ FAULTS = (
     ("--checkpoint none/ck", "written to .*none/ck: FileNotFound"),
     ("--checkpoint=", "damaged or of another job: IsADirectory"),
     # The task
-    ("", "damaged or of another job: .*order=", "layers += [conv,", "layers += ["),
+    ("", "damaged or of another job: .*parameters=", "layers += [conv,", "layers += ["),
     ("", "of a job with optimizer Adam", "torch.optim.Adam", "torch.optim.SGD"),
-    ("", "of a job with order=", ADAM, "Adam(reversed([*net.parameters()])"),
-    ("", "not the net's", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
+    ("", "of a job with parameters=", ADAM, "Adam(reversed([*net.parameters()])"),
+    ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
     ("", "of a job with SUMS=.*accuracy", '"accuracy")', '"top1")'),
     ("--epochs 3", "size of tensor", ", (predicted == y).sum()]", "]"),
     ("--checkpoint new", "an item differs", ITEM, f"self.dataset.tensors[0].mul_(2), {ITEM}"),
@@ -974,7 +974,7 @@ class ReadmePrograms(TestCase):
         for row, world_sizes, *edit in ROWS:
             text = edited(readme_programs()["many.py"], *edit)
             # The last number, such as 0.9862, stands before the end of the line.
-            numbers = " ".join(program_lines(text, ranks)[-7:-1] for ranks in world_sizes)
+            numbers = ", ".join(program_lines(text, ranks)[-7:-1] for ranks in world_sizes)
             assert re.search(rf"\n\| {row} \|.* {numbers}\b", README.read_text()), (row, numbers)
         # Row 10 is the main job, with the second break of Lesson 1.
         lines, _ = run_edited(2, "", "self.seed + self.epoch", "self.seed + self.epoch + self.rank")
@@ -1148,8 +1148,9 @@ otherwise 1. What is equally wrong on every number of processes, it cannot see. 
 go to the job."""
 FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch
 size, random numbers (dropout), BatchNorm, and a loss or collate function that knows its rank"""
-LATER = """only after some steps: look at dropout, at a bias before BatchNorm (its gradient is only
-rounding), and at a learning rate that is too high; slight differences that grow are rounding"""
+LATER = """only after some steps: look at how losses and gradients are averaged, at dropout, at a
+bias before BatchNorm (its gradient is only rounding), and at a learning rate that is too high;
+slight differences that grow are rounding"""
 OVER_A_KILL = "over a kill"
 AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
 
