@@ -1027,11 +1027,14 @@ PROGRAMS = {
     ),
     # The launcher ends before this rank has asked for its own end.
     "orphan.py": ("    if sys.platform", f"{ORPHANED}    if sys.platform"),
-    # A loader worker is stuck. (Without workers, a rank reads the item.)
+    # A loader worker is stuck, or without workers a rank. (identify() starts a single worker.)
     "endless.py": (
         "        seed_generators(self.seed",
-        "        if torch.utils.data.get_worker_info().num_workers > 1:  # identify() starts one.\n"
-        "            print('stuck', flush=True), signal.pause()\n        (self.seed",
+        "        worker = torch.utils.data.get_worker_info()\n"
+        "        if not worker or worker.num_workers == 2:\n"
+        "            print('worker' if worker else 'rank', 'is stuck', flush=True)\n"
+        "            signal.pause()\n"
+        "        (self.seed",
     ),
     # The momentum is lost over a kill.
     "forgetful.py": ("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -1065,13 +1068,13 @@ def slow_programs():
         pathlib.Path(name).write_text(edited(SOURCE, *edits))
     torchrun = "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=1"
     job = f"hanging.py {SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1"
-    endless = f"endless.py {SMALL} --nproc-per-node 1 --num-workers 2"
+    endless = f"endless.py {SMALL} --nproc-per-node 1"
     forgetful = f"forgetful.py {SMALL} --global-batch-size 10 --epochs 10"
     return {
         "hanging": start_python(f"-m torch.distributed.run {torchrun} {job}"),
         # PyTorch sends a rank SIGINT when its launcher ends. After & this is ignored.
         "orphan": start_python("orphan.py --nproc-per-node 1", signal.SIG_IGN),
-        "endless &": start_python(endless, signal.SIG_IGN),
+        "endless &": start_python(f"{endless} --num-workers 2", signal.SIG_IGN),
         "endless": start_python(endless),
         "main job": start_python("-m ddp_reference"),
         # 10 is a multiple of 2, but not of 3 or 4, so there is one run less of each.
@@ -1101,12 +1104,12 @@ class TheProcesses(TestCase):
         """None is left even if it ignores Ctrl-C, as after &, or if a loader worker is stuck."""
         out, _ = wait_for(slow_programs()["orphan"], -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
-        for name, signal_number, status in (
-            ("endless", signal.SIGINT, 130),
-            ("endless &", signal.SIGKILL, -signal.SIGKILL),
+        for name, line, signal_number, status in (
+            ("endless", "rank is stuck\n", signal.SIGINT, 130),
+            ("endless &", "worker is stuck\n", signal.SIGKILL, -signal.SIGKILL),
         ):
             launcher = slow_programs()[name]
-            self.assertIn("stuck\n", launcher.stdout)  # This reads until the line comes.
+            self.assertIn(line, launcher.stdout)  # This reads until the line comes.
             launcher.send_signal(signal_number)
             wait_for(launcher, status)
 
