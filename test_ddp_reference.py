@@ -783,9 +783,11 @@ class OtherGuarantees(TestCase):
         """The message names the cause. The checkpoint stays what it was, or is not made."""
         run_job(1, f"{SMALL} --checkpoint ck")
         intact = pathlib.Path("ck").read_bytes()
-        weight = intact.index(torch.load("ck")["net"]["0.weight"].numpy().tobytes())
-        flipped = bytes([intact[weight] ^ 1])
-        pathlib.Path("flipped").write_bytes(intact[:weight] + flipped + intact[weight + 1 :])
+        weight = torch.load("ck", map_location="cpu")["net"]["0.weight"]
+        position = intact.index(weight.numpy().tobytes())
+        flipped = bytearray(intact)
+        flipped[position] ^= 1
+        pathlib.Path("flipped").write_bytes(flipped)
         torch.save(os.system, "code")  # To load this is to import code.
 
         for options, pattern, *edits in FAULTS:
