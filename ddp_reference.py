@@ -199,7 +199,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
     The gradient is that of the mean loss over all labels of the global batch. Every rank must have
     equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
-    batch. Only nn.SyncBatchNorm makes the CPU wait for the GPU. Raises TypeError
+    batch. With NCCL only nn.SyncBatchNorm waits for the GPU. Raises TypeError
     unless model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -240,7 +240,7 @@ def evaluate(net, batches, amp=False):
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
     total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
-    for batch in batches:  # Ranks may have unequally many, so here none waits for another one.
+    for batch in batches:  # Ranks may have unequally many, so here is no collective.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
     return total
@@ -264,7 +264,7 @@ def require_equal(texts, problem):
 def check_copies(net, with_buffers):
     """Raise RuntimeError, with their names, if tensors of the ranks' nets have unequal norms.
 
-    DDP averages only gradients, and only those of parameters that needed one when it was made.
+    DDP averages only gradients, of parameters that had requires_grad when DDP was made.
     """
     state = net.state_dict() if with_buffers else dict(net.named_parameters())
     norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
@@ -557,7 +557,7 @@ def gather_samples(layer, inputs):
         (x,) = inputs
         shares = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(shares, x.detach().contiguous())  # RANKS MEET
-        shares[dist.get_rank()] = x  # RANKS DIFFER in what has a gradient.
+        shares[dist.get_rank()] = x  # RANKS DIFFER: only x has a gradient.
         samples = torch.cat(shares)
         if samples.requires_grad:
             samples.register_hook(sum_over_ranks)
