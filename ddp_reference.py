@@ -199,8 +199,8 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
     The gradient is that of the mean loss over all labels of the global batch. Every rank must have
     equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
-    batch. With NCCL only nn.SyncBatchNorm waits for the GPU. Raises TypeError
-    unless model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
+    batch. With NCCL only nn.SyncBatchNorm waits for the GPU. Raises TypeError unless model is a DDP
+    model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net)")
