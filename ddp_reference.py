@@ -58,9 +58,8 @@ class SyntheticDataset(TensorDataset):
     """
 
     def __init__(self, num_samples, length, seed):
-        generators = [np.random.default_rng((seed, index)) for index in range(num_samples)]
-        signals = [rng.standard_normal((3, length), np.float32) for rng in generators]
-        x = torch.from_numpy(np.stack(signals))
+        generator = np.random.default_rng(seed)
+        x = torch.from_numpy(generator.standard_normal((num_samples, 3, length), np.float32))
         super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=1).indices)
 
 
@@ -156,7 +155,9 @@ class DistributedSampler(Sampler):
         self.dataset = dataset
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
         round_up = 0 if drop_last else self.num_replicas - 1
         self.num_samples = (len(dataset) + round_up) // self.num_replicas
         self.total_size = self.num_samples * self.num_replicas
@@ -299,11 +300,12 @@ def train(args, device):
     # Make the same task on every rank.
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
-    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
+    train_set = SeededItems(train_set, args.seed)
+    val_set = SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
         net = convert_batch_norm(net)  # It keeps the parameters, which the optimizer has.
-    base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
     parts = {"net": net, "optimizer": optimizer}  # A scheduler, say, would be one more.
@@ -378,12 +380,7 @@ def run_rank(rank, world_size, args, init_method):
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
         print(f"ddp on {backend}, {job}, torch {torch.__version__}")
-    try:
-        train(args, device)
-    except Exception:
-        # The launcher reports the error when this process ends. If NCCL delays that, exit in 30 s.
-        faulthandler.dump_traceback_later(30, exit=True)
-        raise
+    train(args, device)
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
     # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
     dist.destroy_process_group()  # RANKS MEET
@@ -508,7 +505,10 @@ def seed_generators(seed, *place):
     # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
-    torch.manual_seed(torch_seed)
+    # torch.manual_seed() takes 0.1 ms, which is too long for an item.
+    torch.default_generator.manual_seed(torch_seed)
+    if torch.cuda.is_initialized():  # as in a rank, but not in its loader workers
+        torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
     random.seed(python_seed)
 
@@ -520,7 +520,8 @@ class SeededItems(Dataset):
     """
 
     def __init__(self, dataset, seed):
-        self.dataset, self.seed = dataset, seed
+        self.dataset = dataset
+        self.seed = seed
         self.epoch = torch.tensor(0).share_memory_()  # Loader workers see it change.
 
     def __len__(self):
