@@ -3,7 +3,7 @@
     bash run.sh         # one process per GPU, or two on the CPU. --help lists the options.
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
-Several processes run this file. Each has a number from 0, its rank; their number is the world size.
+Several processes run this file. Each has a number from 0, its rank; their count is the world size.
 Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
 rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
@@ -18,8 +18,8 @@ divides the global batch.
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
 of one rank. If a rank skips a collective, the others wait for it until the job is ended, or their
-call is matched with its next collective, which mixes up their data. RANKS MEET marks collectives.
-RANKS DIFFER marks where ranks begin to do different things.
+call is matched with its next collective, which mixes up their data. RANKS MEET marks collectives,
+which NCCL does on GPUs and gloo on CPUs. RANKS DIFFER marks where ranks begin to differ.
 """
 
 import ctypes
@@ -119,13 +119,13 @@ def parse_args():
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
     add = partial(parser.add_argument, type=positive_int)  # This type is the default.
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
-    add("--num-workers", type=int, default=0, help="processes with which each loader reads")
+    add("--num-workers", type=int, default=0, help="reader processes of each loader")
     add("--epochs", default=6, help="passes over the training data")
     add("--global-batch-size", default=240, help="samples in a step, over all ranks")
     add("--micro-batch-size", help="samples that a rank computes at once; None: its whole share")
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
-    add("--seed", type=int, default=0, help="of the net, the order and the synthetic data")
+    add("--seed", type=int, default=0, help="of all random numbers")
     # realpath: saving replaces the file that a link names, not the link.
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
@@ -200,8 +200,8 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
     The gradient is that of the mean loss over all labels of the global batch. Every rank must have
     equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
-    batch. With NCCL only nn.SyncBatchNorm waits for the GPU. Raises TypeError unless model is a DDP
-    model, and batch a sequence of tensors with the sample as first dimension.
+    batch. With NCCL it waits for the GPU only in nn.SyncBatchNorm. Raises TypeError unless model is
+    a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net)")
@@ -265,11 +265,11 @@ def require_equal(texts, problem):
 def check_copies(net, with_buffers):
     """Raise RuntimeError, with their names, if tensors of the ranks' nets have unequal norms.
 
-    DDP averages only gradients, of parameters that had requires_grad when DDP was made.
+    DDP averages only the gradients of parameters that required them when it was made.
     """
     state = net.state_dict() if with_buffers else dict(net.named_parameters())
     norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
-    require_equal(norms, "the ranks' nets differ: a layer unfrozen after DDP(), a buffer, noise?")
+    require_equal(norms, "the ranks' nets differ (was a layer unfrozen after DDP()? a buffer?)")
 
 
 # ---- 4. The loop
@@ -308,12 +308,12 @@ def train(args, device):
     base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
-    parts = {"net": net, "optimizer": optimizer}  # A scheduler, say, would be one more.
+    parts = {"net": net, "optimizer": optimizer}  # An averaged net would be one more.
     identity = identify(args, train_set, net, optimizer)
     first_epoch, samples_read, sums = resume(path, identity, parts)  # RANKS MEET
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    # Only evaluate() broadcasts buffers from here on. (DDP's argument is deprecated since 2.13.)
+    # Only evaluate() broadcasts buffers from here on. (In DDP() this is deprecated since 2.13.)
     model.broadcast_buffers = False
     if rank == 0:  # RANKS DIFFER
         if first_epoch or samples_read:
@@ -374,7 +374,7 @@ def run_rank(rank, world_size, args, init_method):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     # NCCL needs a GPU for each rank. With gloo, ranks can share one.
     backend = "nccl" if local_world_size <= num_gpus else "gloo"
-    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 9) comes first.
+    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 9) acts earlier.
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     restart_watchdog(args.timeout)
     if rank == 0:  # RANKS DIFFER
@@ -383,7 +383,7 @@ def run_rank(rank, world_size, args, init_method):
     train(args, device)
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
     # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
-    dist.destroy_process_group()  # RANKS MEET
+    dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -392,7 +392,7 @@ def main():
     args, refuse = parse_args()
     under_torchrun = "LOCAL_RANK" in os.environ
     if "RANK" in os.environ and not under_torchrun:
-        refuse("RANK is set: unset it, or start torchrun, once on each machine")
+        refuse("RANK is set: unset it, or start torchrun once on each machine")
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
     if args.global_batch_size % world_size:
         refuse("--global-batch-size must be a multiple of the number of processes")
@@ -418,7 +418,7 @@ def main():
 def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
-    Other options may change. A checksum of norms of eight samples stands for the data. Raises
+    Only these are compared. A checksum of norms of eight samples stands for the data. Raises
     ValueError if a sample differs when it is read again, or the net lacks an optimizer's parameter.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
@@ -458,7 +458,7 @@ def save_checkpoint(path, identity, parts, progress):
             torch.save({"identity": identity, "progress": progress, **states}, file)
             file.flush()
             os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-        # Can resume() load it? Not, say, if another job writes the same file.
+        # This fails if resume() could not load it, as when another job writes the same file.
         torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
         os.replace(f"{path}.tmp", path)
     except Exception as error:
@@ -507,7 +507,7 @@ def seed_generators(seed, *place):
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
     # torch.manual_seed() takes 0.1 ms, which is too long for an item.
     torch.default_generator.manual_seed(torch_seed)
-    if torch.cuda.is_initialized():  # as in a rank, but not in its loader workers
+    if torch.cuda.is_initialized():  # in a rank on a GPU, but not in loader workers
         torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
     random.seed(python_seed)
@@ -575,7 +575,7 @@ def sum_over_ranks(gradient):
 def keep_own_samples(layer, inputs, output):
     """After a BatchNorm layer: keep this rank's part of the output."""
     if layer.training:
-        # Not chunk(), whose pieces refuse operations in place, as of a ReLU.
+        # Not chunk(), whose pieces refuse operations in place, such as nn.ReLU(inplace=True).
         share = len(output) // dist.get_world_size()
         return output.narrow(0, share * dist.get_rank(), share)  # RANKS DIFFER
 
@@ -584,8 +584,8 @@ def keep_own_samples(layer, inputs, output):
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
 
-    PyTorch sends ranks only SIGINT, which a job that was started with & ignores, and loader workers
-    notice the end only after seconds.
+    mp.spawn() sends ranks only SIGINT, which a job that was started with & ignores, and loader
+    workers notice the end only after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
@@ -598,11 +598,11 @@ def restart_watchdog(timeout):
     """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
     First the ranks print the stacks of their threads, one rank after another, even if they are
-    stuck in C code. Then the last rank exits, which ends the others.
+    stuck in C code. Rank 0, which may be saving alone, comes last, and exits. This ends the others.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    seconds = timeout + 5 * rank / world_size  # RANKS DIFFER
-    faulthandler.dump_traceback_later(seconds, exit=rank == world_size - 1)
+    seconds = timeout + 5 * (world_size - 1 - rank) / world_size  # RANKS DIFFER
+    faulthandler.dump_traceback_later(seconds, exit=rank == 0)
 
 
 def watched(batches, timeout):
