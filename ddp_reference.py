@@ -391,8 +391,8 @@ def main():
     """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks."""
     args, refuse = parse_args()
     under_torchrun = "LOCAL_RANK" in os.environ
-    if "RANK" in os.environ and not under_torchrun:
-        refuse("RANK is set: unset it, or start torchrun once on each machine")
+    if ("RANK" in os.environ) != under_torchrun:
+        refuse("RANK or LOCAL_RANK is set alone: unset it, or start torchrun on each machine")
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
     if args.global_batch_size % world_size:
         refuse("--global-batch-size must be a multiple of the number of processes")

@@ -2,7 +2,7 @@
 # bash run.sh [options]   train; bash run.sh --help lists the options
 # bash run.sh test, check [JOB.py] or programs: the tests, a check of a job, the README's programs
 # PYTHON names an interpreter (default python3), TORCH a PyTorch to install (torch==2.13.0).
-set -euo pipefail; unset CDPATH PYTHONOPTIMIZE
+set -euo pipefail; unset CDPATH PYTHONOPTIMIZE PYTHONSAFEPATH
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) base=${PYTHON:-python3} python=${PYTHON:-python3}
 # Print what an interpreter lacks. An import that fails is shown, and ends this script.
 lacks() { "$1" -c 'import sys; sys.path.pop(0)  # not what lies in this folder

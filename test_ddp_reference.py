@@ -120,8 +120,7 @@ class Lesson0Machine(TestCase):
 # All ranks draw the same order of the samples, from --seed plus the epoch. Of W ranks, rank r reads
 # the positions r, r + W, r + 2W and so on of this order, in batches of B / W, where B is the global
 # batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and then 4, 6, while rank 1
-# reads 1, 3 and then 5, 7. So the first step has the positions 0 to B - 1, the second one B to
-# 2B - 1, and so on, for every W that divides B.
+# reads 1, 3 and then 5, 7. So each step has the next B positions, for every W that divides B.
 #
 # A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Its ranks,
 # whose number may have changed, share the rest of the order. PyTorch's sampler cannot do this, so
@@ -129,7 +128,6 @@ class Lesson0Machine(TestCase):
 #
 # A sampler is told its rank, so here one process plays all ranks. The first test puts together what
 # they read in each step, and compares it with the order of PyTorch's sampler for a single rank.
-# (Both are sorted, because within a step the order does not matter.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and with two ranks the message shows each of them
@@ -152,7 +150,7 @@ class Lesson1Sampler(TestCase):
                 sampler.set_epoch(0, samples_read=12 * steps_done)
                 loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
-            # zip() takes a batch of each rank. Together they are a step.
+            # zip() takes a batch of each rank. Together they are a step, in which no order matters.
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
             assert read == expected, f"{world_size=}, {steps_done=}: {read}, not {expected}"
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
@@ -680,18 +678,19 @@ def make_plain_task(make_task, args, device):
 
 class OtherGuarantees(TestCase):
     def test_what_cannot_work_is_refused_in_one_line(self):
-        """These command lines, and RANK alone, end with status 2 before a process is started."""
-        for options, pattern in (
-            ("--nproc-per-node 7", "must be a multiple of the number of processes"),
-            ("--checkpoint-every 1", "--checkpoint-every needs --checkpoint"),
-            ("--epochs 0", "invalid positive_int value"),
-            ("", "start torchrun"),
+        """These command lines and variables end with status 2 before a process is started."""
+        for options, variables, pattern in (
+            ("--nproc-per-node 7", {}, "must be a multiple of the number of processes"),
+            ("--checkpoint-every 1", {}, "--checkpoint-every needs --checkpoint"),
+            ("--epochs 0", {}, "invalid positive_int value"),
+            ("", {"RANK": "0"}, "start torchrun"),
+            ("", {"LOCAL_RANK": "0"}, "start torchrun"),
         ):
             sys.argv = ["ddp_reference.py", *options.split()]
             with (
-                mock.patch.dict(os.environ, {} if options else {"RANK": "0"}),
+                mock.patch.dict(os.environ, variables),
                 mock.patch("sys.stderr") as err,
-                self.assertRaisesRegex(SystemExit, "^2$", msg=options),
+                self.assertRaisesRegex(SystemExit, "^2$", msg=pattern),
             ):
                 ddp.main()
             self.assertRegex(err.write.call_args[0][0], f"^.*: error: .*{pattern}.*\n$")
@@ -1085,7 +1084,7 @@ def run_for_check(world_size, job, options, path, kill_at=None, show=False):
     try:
         for line in process.stdout:
             printed += line
-            if kill_at and line.startswith(kill_at):
+            if kill_at and kill_at in line:
                 process.kill()
             if show and ("samples/s" in line or not line.startswith("epoch")):
                 print(line, end="", flush=True)
@@ -1101,7 +1100,7 @@ def read_means(printed):
     """Return the means that a job has printed by their place, as in "epoch 0 | 240/1200"."""
     printed = re.sub(r" \| [\d.]+ samples/s", "", printed)
     means = {}
-    for place, line in re.findall(r"(?m)^(epoch \d+(?: \| \d+/\d+)?) \| (.*)", printed):
+    for place, line in re.findall(r"\b(epoch \d+(?: \| \d+/\d+)?) \| (.*)", printed):
         means[place] = np.array(re.findall(r" (-?\d+\.\d+|-?inf|nan)\b", line), float)
     return means
 
@@ -1116,7 +1115,7 @@ def report(name, printed, one, tolerance, note=""):
     distances = {}
     for place in {**expected, **means}:  # A place that one of them lacks is inf apart.
         difference = means.get(place, np.inf) - expected.get(place, np.inf)
-        distances[place] = np.abs(difference).max()
+        distances[place] = np.abs(difference).max(initial=0)
     differing = [place for place, distance in distances.items() if not distance <= tolerance]
     if differing:
         note += f" (first: {differing[0]})"
