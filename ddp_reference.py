@@ -100,6 +100,7 @@ def make_task(args, device):
     An item is a tuple of tensors, of which the last is y. Reading one may draw random numbers from
     the global generators, which are seeded before each item (chapter 7), or from one that is seeded
     by its index. The global ones are seeded before this call, too, so all ranks make the same net.
+    Each epoch puts all layers into training mode.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
@@ -269,7 +270,7 @@ def check_copies(net, with_buffers):
     """
     state = net.state_dict() if with_buffers else dict(net.named_parameters())
     norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
-    require_equal(norms, "the ranks' nets differ (was a layer unfrozen after DDP()? a buffer?)")
+    require_equal(norms, "the ranks' nets differ (unfrozen after DDP(), changed in forward()?)")
 
 
 # ---- 4. The loop
@@ -507,7 +508,7 @@ def seed_generators(seed, *place):
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
     # torch.manual_seed() takes 0.1 ms, which is too long for an item.
     torch.default_generator.manual_seed(torch_seed)
-    if torch.cuda.is_initialized():  # in a rank on a GPU, but not in loader workers
+    if torch.cuda.is_initialized():  # in a rank on a GPU, not in loader workers
         torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
     random.seed(python_seed)

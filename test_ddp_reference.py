@@ -1114,8 +1114,9 @@ def report(name, printed, one, tolerance, note=""):
         del expected[place]
     distances = {}
     for place in {**expected, **means}:  # A place that one of them lacks is inf apart.
-        difference = means.get(place, np.inf) - expected.get(place, np.inf)
-        distances[place] = np.abs(difference).max(initial=0)
+        a, b = means.get(place, np.inf), expected.get(place, np.inf)
+        are_nan = np.isnan(a) & np.isnan(b)  # as without validation samples
+        distances[place] = np.where(are_nan, 0, np.abs(a - b)).max(initial=0)
     differing = [place for place, distance in distances.items() if not distance <= tolerance]
     if differing:
         note += f" (first: {differing[0]})"
