@@ -58,8 +58,7 @@ class SyntheticDataset(TensorDataset):
     """
 
     def __init__(self, num_samples, length, seed):
-        generator = np.random.default_rng(seed)
-        x = torch.from_numpy(generator.standard_normal((num_samples, 3, length), np.float32))
+        x = torch.randn(num_samples, 3, length, generator=torch.Generator().manual_seed(seed))
         super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=1).indices)
 
 
@@ -103,7 +102,7 @@ def make_task(args, device):
     Each epoch puts all layers into training mode.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # The ranks' shares may be unequal.
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # Ranks' shares may be unequal.
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters(), lr=args.lr)
 
@@ -118,7 +117,7 @@ def positive_int(text):
 def parse_args():
     """Return (args, refuse). refuse(message) prints one line and exits with status 2."""
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
-    add = partial(parser.add_argument, type=positive_int)  # This type is the default.
+    add = partial(parser.add_argument, type=positive_int)
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
     add("--num-workers", type=int, default=0, help="reader processes of each loader")
     add("--epochs", default=6, help="passes over the training data")
@@ -258,8 +257,7 @@ def require_equal(texts, problem):
     """Raise RuntimeError, with the problem and what differs, unless all ranks pass equal sets."""
     reports = [None] * dist.get_world_size()
     dist.all_gather_object(reports, texts)  # RANKS MEET
-    unequal = set.union(*reports) - set.intersection(*reports)
-    if unequal:
+    if unequal := set.union(*reports) - set.intersection(*reports):
         raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
 
 
@@ -381,6 +379,8 @@ def run_rank(rank, world_size, args, init_method):
     if rank == 0:  # RANKS DIFFER
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
         print(f"ddp on {backend}, {job}, torch {torch.__version__}")
+        if num_gpus and backend == "gloo":
+            warnings.warn("ranks share GPUs: let each see all GPUs of its machine")
     train(args, device)
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
     # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
@@ -401,7 +401,7 @@ def main():
         refuse("--checkpoint-every needs --checkpoint")
 
     if under_torchrun:
-        # A loader worker that is forked from a rank, which has threads, may hang (see DDP's
+        # A loader worker forked from a rank, which has threads, may hang (see DDP's
         # documentation). Ranks of mp.spawn() spawn theirs anyway.
         mp.set_start_method("spawn")
         return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
@@ -448,7 +448,7 @@ def save_checkpoint(path, identity, parts, progress):
     identity: texts that resume() compares. parts: a dictionary of objects with a state_dict().
     progress: (epoch, samples_read, sums). Raises FloatingPointError if the net is not finite (so
     register a mask of -inf with persistent=False), and OSError if the file cannot be written or
-    loaded again. Then the old file stays as it was.
+    loaded again. Then the old file stays.
     """
     states = {name: part.state_dict() for name, part in parts.items()}
     for name, value in states["net"].items():
@@ -583,10 +583,10 @@ def keep_own_samples(layer, inputs, output):
 
 # ---- 9. Hangs, and processes that are left over
 def end_with_parent(worker_id=None):
-    """Have Linux kill this process, a rank or a loader worker, when its parent process ends.
+    """Have Linux kill this process, a rank or a loader worker, when its parent ends.
 
-    mp.spawn() sends ranks only SIGINT, which a job that was started with & ignores, and loader
-    workers notice the end only after seconds.
+    mp.spawn() sends ranks only SIGINT, which a job started with & ignores, and loader workers
+    notice the end only after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
