@@ -706,7 +706,7 @@ class OtherGuarantees(TestCase):
         torch.save(os.system, "code")  # To load this is to import code.
 
         for options, pattern, *edits in FAULTS:
-            with self.subTest(pattern), self.assertRaisesRegex(mp.ProcessRaisedException, pattern):
+            with self.assertRaisesRegex(mp.ProcessRaisedException, pattern, msg=(options, edits)):
                 run_edited(2, f"{SMALL} --checkpoint ck {options}", *edits)
             assert load()["progress"][:2] == (2, 0) and not os.path.exists("new"), pattern
             assert_close(load()["net"], intact, pattern, tolerance=0)
@@ -1194,7 +1194,7 @@ def main():
     result = unittest.main(exit=False, verbosity=2).result
     failed = len(result.failures + result.errors)
     skipped = len(result.skipped)
-    passed = result.testsRun - failed - skipped
+    passed = max(0, result.testsRun - failed - skipped)  # setUpModule() may have failed.
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(failed > 0 or not result.testsRun)  # -k may name no test.
 
