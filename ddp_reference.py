@@ -299,8 +299,7 @@ def train(args, device):
     # Make the same task on every rank.
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
-    train_set = SeededItems(train_set, args.seed)
-    val_set = SeededItems(val_set, args.seed + 1)
+    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
         net = convert_batch_norm(net)  # It keeps the parameters, which the optimizer has.
@@ -601,7 +600,8 @@ def restart_watchdog(timeout):
     First the ranks print the stacks of their threads, one rank after another, even if they are
     stuck in C code. Rank 0, which may be saving alone, comes last, and exits. This ends the others.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     seconds = timeout + 5 * (world_size - 1 - rank) / world_size  # RANKS DIFFER
     faulthandler.dump_traceback_later(seconds, exit=rank == 0)
 
