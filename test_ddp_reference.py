@@ -1058,8 +1058,8 @@ HELP = """Try whether a job is the same on any number of processes, and over a k
 The job runs on one process, on each larger number that divides its global batch (up to 4 on CPUs,
 and up to all GPUs), and once with a kill past its middle, after which another number goes on. The
 line of each step is compared. The status is 0 if nothing differs by more than the tolerance, and
-otherwise 1. What is equally wrong on every number of processes, it cannot see. All other options
-go to the job."""
+otherwise 1. It cannot see what is not printed, or is equally wrong on every number of processes.
+All other options go to the job."""
 FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch
 size, random numbers (dropout), BatchNorm, and a loss or collate function that knows its rank"""
 LATER = """only after some steps: look at how losses and gradients are averaged, at dropout, at a
