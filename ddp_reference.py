@@ -10,7 +10,7 @@ the ranks. Then all take the same optimizer step, so their copies stay equal. (C
 this training. Chapters 6 to 9 are its helpers: read one when you meet its call.)
 
 The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
-contrastive losses, random collate functions, dropout, whose masks each rank draws itself, and
+contrastive losses, random collate functions, dropout (each rank draws its own masks) and
 BatchNorm with --local-bn or --micro-batch-size, which sees a part of the batch. A job that was
 killed goes on if it is started again with the same --checkpoint, on any number of ranks that
 divides the global batch.
@@ -18,8 +18,8 @@ divides the global batch.
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
 of one rank. If a rank skips a collective, the others wait for it until the job is ended, or their
-call is matched with its next collective, which mixes up their data. RANKS MEET marks collectives,
-which NCCL does on GPUs and gloo on CPUs. RANKS DIFFER marks where ranks begin to differ.
+call pairs with its next collective, and data get mixed up. RANKS MEET marks collectives (by NCCL
+on GPUs, by gloo on CPUs). RANKS DIFFER marks where ranks begin to differ.
 """
 
 import ctypes
@@ -99,7 +99,7 @@ def make_task(args, device):
     An item is a tuple of tensors, of which the last is y. Reading one may draw random numbers from
     the global generators, which are seeded before each item (chapter 7), or from one that is seeded
     by its index. The global ones are seeded before this call, too, so all ranks make the same net.
-    Each epoch puts all layers into training mode.
+    Each epoch sets train mode, frozen layers too.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)  # Ranks' shares may be unequal.
@@ -302,16 +302,16 @@ def train(args, device):
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
     train_loader, val_loader = make_loaders(args, train_set, val_set, device)
     if not args.local_bn:
-        net = convert_batch_norm(net)  # It keeps the parameters, which the optimizer has.
-    base_lrs = [group["lr"] for group in optimizer.param_groups]
+        net = convert_batch_norm(net)  # The optimizer's parameters stay in it.
+    base_lrs = [group["lr"] for group in optimizer.param_groups]  # before resume() changes them
 
     # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
-    parts = {"net": net, "optimizer": optimizer}  # An averaged net would be one more.
+    parts = {"net": net, "optimizer": optimizer}  # An average of the net would be one more part.
     identity = identify(args, train_set, net, optimizer)
     first_epoch, samples_read, sums = resume(path, identity, parts)  # RANKS MEET
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    # Only evaluate() broadcasts buffers from here on. (In DDP() this is deprecated since 2.13.)
+    # Only evaluate() broadcasts buffers from here on. (The argument is deprecated since 2.13.)
     model.broadcast_buffers = False
     if rank == 0:  # RANKS DIFFER
         if first_epoch or samples_read:
@@ -379,7 +379,7 @@ def run_rank(rank, world_size, args, init_method):
         job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
         print(f"ddp on {backend}, {job}, torch {torch.__version__}")
         if num_gpus and backend == "gloo":
-            warnings.warn("ranks share GPUs: let each see all GPUs of its machine")
+            warnings.warn("ranks share GPUs: start fewer, or let each see all GPUs")
     train(args, device)
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
     # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
@@ -536,9 +536,9 @@ class SeededItems(Dataset):
 def convert_batch_norm(net):
     """Return the net with BatchNorm layers that see the samples of all ranks in training.
 
-    On GPUs they become nn.SyncBatchNorm. On CPUs each rank gathers all samples, which must have
-    equal shapes, before a layer, and keeps its own after it. Raises TypeError on GPUs for a
-    subclass, whose additions nn.SyncBatchNorm would drop.
+    On GPUs they become nn.SyncBatchNorm. On CPUs each rank gathers all samples (of equal shape)
+    before a layer, and keeps its own after it. Raises TypeError on GPUs for a subclass, whose
+    additions nn.SyncBatchNorm would drop.
     """
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     layers = [layer for layer in net.modules() if isinstance(layer, batch_norms)]
@@ -584,7 +584,7 @@ def keep_own_samples(layer, inputs, output):
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent ends.
 
-    mp.spawn() sends ranks only SIGINT, which a job started with & ignores, and loader workers
+    mp.spawn() sends ranks only SIGINT, which background jobs (&) ignore, and loader workers
     notice the end only after seconds.
     """
     if sys.platform == "linux":
