@@ -7,19 +7,19 @@ Several processes run this file. Each has a number from 0, its rank; their count
 Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
 rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
-this training. Chapters 6 to 9 are its helpers: read one when you meet its call.)
+this training, 6 to 9 its helpers: read one when you meet its call.)
 
 The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
-contrastive losses, random collate functions, dropout (each rank draws its own masks) and
-BatchNorm with --local-bn or --micro-batch-size, which sees a part of the batch. A job that was
-killed goes on if it is started again with the same --checkpoint, on any number of ranks that
-divides the global batch.
+contrastive losses, random collate functions, dropout (each rank draws its own masks), a bias before
+BatchNorm (its gradient is rounding, which Adam scales up), and BatchNorm with --local-bn or
+--micro-batch-size, which sees a part of the batch. A job that was killed goes on if it is started
+again with the same --checkpoint, on any number of ranks that divides the global batch.
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
-of one rank. If a rank skips a collective, the others wait for it until the job is ended, or their
-call pairs with its next collective, and data get mixed up. RANKS MEET marks collectives (by NCCL
-on GPUs, by gloo on CPUs). RANKS DIFFER marks where ranks begin to differ.
+of one rank. If a rank skips a collective, the others wait for it, or their call pairs with its next
+collective, and data get mixed up. RANKS MEET marks collectives (by NCCL on GPUs, by gloo on CPUs).
+RANKS DIFFER marks where ranks begin to differ.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ def make_task(args, device):
     Each epoch sets train mode, frozen layers too.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)  # Ranks' shares may be unequal.
+    val_set = SyntheticDataset(25, args.length, args.seed + 1)
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters(), lr=args.lr)
 
@@ -266,8 +266,8 @@ def check_copies(net, with_buffers):
 
     DDP averages only the gradients of parameters that required them when it was made.
     """
-    state = net.state_dict() if with_buffers else dict(net.named_parameters())
-    norms = {f"{name} {x.double().norm():.6g}" for name, x in state.items() if torch.is_tensor(x)}
+    state = net.state_dict().items() if with_buffers else net.named_parameters()
+    norms = {f"{name} {x.double().norm():.6g}" for name, x in state if torch.is_tensor(x)}
     require_equal(norms, "the ranks' nets differ (unfrozen after DDP(), changed in forward()?)")
 
 
@@ -321,7 +321,7 @@ def train(args, device):
 
     for epoch in range(first_epoch, args.epochs):
         train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
-        train_set.epoch.fill_(epoch)  # for the random numbers of items (chapter 7)
+        train_set.epoch.fill_(epoch)  # for random items (chapter 7)
         start_time = time.perf_counter()
         samples_at_start = samples_read
         model.train()
@@ -418,16 +418,14 @@ def main():
 def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
-    Only these are compared. A checksum of norms of eight samples stands for the data. Raises
-    ValueError if a sample differs when it is read again, or the net lacks an optimizer's parameter.
+    A checksum of norms of eight samples stands for the data. Raises ValueError if a sample differs
+    when it is read again, or the net lacks a parameter of the optimizer.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
+    # Read in a worker if there are any: a file opened here could not be sent to workers.
+    num_workers = min(args.num_workers, 1)
     batches = DataLoader(
-        train_set,
-        sampler=indices + indices,
-        # Read in a worker if there are any: a file opened here could not be sent to workers.
-        num_workers=min(args.num_workers, 1),
-        worker_init_fn=end_with_parent,
+        train_set, sampler=indices * 2, num_workers=num_workers, worker_init_fn=end_with_parent
     )
     norms = [[f"{x.double().norm():.6g}" for x in batch if torch.is_tensor(x)] for batch in batches]
     if norms[:8] != norms[8:]:
@@ -489,9 +487,10 @@ def resume(path, identity, parts):
             progress = checkpoint["progress"]
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
-    # RANKS MEET before rank 0 writes.
-    report = {*identity, f"(epoch, sample) {progress[:2]}"}
-    require_equal(report, f"the ranks have unequal data, or do not all find {path}")
+    require_equal(  # RANKS MEET before rank 0 writes.
+        {*identity, f"(epoch, sample) {progress[:2]}"},
+        f"the ranks have unequal data, or do not all find {path}",
+    )
     return progress
 
 
@@ -552,32 +551,37 @@ def convert_batch_norm(net):
     return net
 
 
+class AllGather(torch.autograd.Function):
+    """Join all ranks' samples. Each affects every rank's loss, so in the backward pass the ranks
+    exchange the gradients that they computed, and each adds up those of its own samples.
+    """
+
+    @staticmethod
+    def forward(context, x):
+        shares = x.new_empty(dist.get_world_size(), *x.shape)
+        dist.all_gather(list(shares), x.contiguous())  # RANKS MEET
+        return shares.flatten(0, 1)
+
+    @staticmethod
+    def backward(context, gradient):
+        gradient = gradient.contiguous()
+        received = torch.empty_like(gradient)
+        dist.all_to_all_single(received, gradient)  # RANKS MEET
+        return sum(received.chunk(dist.get_world_size()))
+
+
 def gather_samples(layer, inputs):
     """Before a BatchNorm layer: replace this rank's samples by those of all ranks."""
     if layer.training:
-        (x,) = inputs
-        shares = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
-        dist.all_gather(shares, x.detach().contiguous())  # RANKS MEET
-        shares[dist.get_rank()] = x  # RANKS DIFFER: only x has a gradient.
-        samples = torch.cat(shares)
-        if samples.requires_grad:
-            samples.register_hook(sum_over_ranks)
-        return samples
-
-
-def sum_over_ranks(gradient):
-    """In the backward pass: add up the gradients, as each sample affects every rank's loss."""
-    gradient = gradient.clone()
-    dist.all_reduce(gradient)  # RANKS MEET
-    return gradient
+        return AllGather.apply(*inputs)
 
 
 def keep_own_samples(layer, inputs, output):
     """After a BatchNorm layer: keep this rank's part of the output."""
     if layer.training:
-        # Not chunk(), whose pieces refuse operations in place, such as nn.ReLU(inplace=True).
-        share = len(output) // dist.get_world_size()
-        return output.narrow(0, share * dist.get_rank(), share)  # RANKS DIFFER
+        # A piece of chunk() would refuse operations in place, such as nn.ReLU(inplace=True).
+        shares = output.unflatten(0, (dist.get_world_size(), -1))
+        return shares[dist.get_rank()]  # RANKS DIFFER
 
 
 # ---- 9. Hangs, and processes that are left over
@@ -601,9 +605,7 @@ def restart_watchdog(timeout):
     stuck in C code. Rank 0, which may be saving alone, comes last, and exits. This ends the others.
     """
     rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    seconds = timeout + 5 * (world_size - 1 - rank) / world_size  # RANKS DIFFER
-    faulthandler.dump_traceback_later(seconds, exit=rank == 0)
+    faulthandler.dump_traceback_later(timeout + 3 / (rank + 1), exit=rank == 0)  # RANKS DIFFER
 
 
 def watched(batches, timeout):

@@ -459,18 +459,19 @@ class Lesson4Evaluation(TestCase):
 # The backward pass needs more, because a value of rank 0 now also changes the loss of rank 1. If
 # the 5 becomes 6, the mean becomes 3.25, and the results of rank 1 fall from 0 to about -0.14. So
 # the gradient of this value has two parts, one from the loss of each rank. Each rank computes the
-# part of its own loss, and sum_over_ranks() adds up the parts. DDP does not do this, because the
-# value is not a parameter.
+# part of its own loss, and AllGather.backward() exchanges the parts and adds them up. DDP does not
+# do this, because the value is not a parameter.
 #
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
 # a layer sees only one of them at a time. (GPUs use nn.SyncBatchNorm in place of our functions. To
 # break it there, run `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`, on the CPU.)
 #
-# To break it, leave out `dist.all_reduce(gradient)` in sum_over_ranks().
+# To break it, let AllGather.backward() return only what this rank has computed for its samples,
+# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`.
 # Then two ranks differ from one process, with the message of Lesson 3, because each lacks the parts
 # from the loss of the other one.
 #
-# To break it in another way, let sum_over_ranks() return `gradient / dist.get_world_size()`.
+# To break it in another way, put `/ dist.get_world_size()` behind what it returns.
 # Then the parts are averaged, and DDP averages once more, but train_step() multiplies by the world
 # size only once. So two ranks move 0.bias half as far: its greatest relative difference is 0.5.
 class Lesson5BatchNorm(TestCase):
@@ -1001,15 +1002,15 @@ class TheProcesses(TestCase):
         printed, of_rank_1 = run_edited(
             2,
             f"{SMALL} --epochs 1 --num-samples 12",
-            "faulthandler.dump_traceback_later(seconds, exit=",
-            'print("started", seconds, ',
+            "faulthandler.dump_traceback_later(timeout + 3 / (rank + 1), exit=",
+            'print("started", timeout + 3 / (rank + 1), ',
             "faulthandler.cancel_dump_traceback_later()",
             'print("stopped")',
         )
 
         # On rank 0: at the start, at one batch of training, at three of validation (13 samples).
-        self.assertRegex(printed, r"^started 62.5 True\nddp.*\n(started.*\n){4}epoch.*\nstopped\n$")
-        self.assertRegex(of_rank_1, r"^(started 60.0 False\n){4}stopped\n$")
+        self.assertRegex(printed, r"^started 63.0 True\nddp.*\n(started.*\n){4}epoch.*\nstopped\n$")
+        self.assertRegex(of_rank_1, r"^(started 61.5 False\n){4}stopped\n$")
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         """None is left even if it ignores Ctrl-C, as after &, or if a loader worker is stuck."""
@@ -1029,7 +1030,7 @@ class TheProcesses(TestCase):
         out, err = wait_for(slow_programs()["hanging"])
 
         times = re.findall(r"Timeout \((.*)\)!", err)
-        self.assertEqual(times, ["0:00:08", "0:00:10.500000"])  # Rank 0 waits longer.
+        self.assertEqual(times, ["0:00:09.500000", "0:00:11"])  # Rank 0 waits longer.
         for function in ("lr_factor", "train_step"):
             assert f" in {function}\n" in err, err
         assert "gloo on lo workers by spawn\n" in out, out  # A forked worker may hang.
