@@ -895,7 +895,7 @@ class ReadmePrograms(TestCase):
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
             text = edited(readme_programs()["many.py"], *edit)
-            # The last number, such as 0.9769, stands before the end of the line.
+            # The last number, such as 0.9800, stands before the end of the line.
             numbers = ", ".join(program_lines(text, ranks)[-7:-1] for ranks in world_sizes)
             assert re.search(rf"\n\| {row} \|.* {numbers}\b", README.read_text()), (row, numbers)
         # Row 10 is the main job, with the second break of Lesson 1.
