@@ -1042,7 +1042,7 @@ class TheProcesses(TestCase):
         out, _ = wait_for(slow_programs()["check"], status=1)
 
         self.assertRegex(out, r"\n2 processes: 0\.000\d apart ")
-        self.assertRegex(out, r"\nover a kill: .* \(2 processes, then 1 from .*\(first: epoch \d")
+        self.assertRegex(out, r"\nover a kill \(2 processes, then 1 from .* apart \(first: epoch \d")
         self.assertIn("the checkpoint lacks some state", out)
 
     def test_check_sees_that_a_job_ends_later_or_sooner_than_on_one_process(self):
@@ -1102,35 +1102,30 @@ def read_means(printed):
     printed = re.sub(r" \| [\d.]+ samples/s", "", printed)
     means = {}
     for place, line in re.findall(r"\b(epoch \d+(?: \| \d+/\d+)?) \| (.*)", printed):
-        means[place] = np.array(re.findall(r" (-?\d+\.\d+|-?inf|nan)\b", line), float)
+        numbers = np.array(re.findall(r" (-?\d+\.\d+|-?inf|nan)\b", line), float)
+        means[place] = np.nan_to_num(numbers, nan=1e9)  # so that nan equals nan
     return means
 
 
-def report(name, printed, one, tolerance, note=""):
+def report(name, printed, one, tolerance):
     """Print how far a run is from one process: return the first place that differs, or None."""
     means, expected = read_means(printed), read_means(one)
-    for place in list(expected):  # A job that goes on after a kill begins later.
-        if place in means:
-            break
-        del expected[place]
     distances = {}
     for place in {**expected, **means}:  # A place that one of them lacks is inf apart.
-        a, b = means.get(place, np.inf), expected.get(place, np.inf)
-        are_nan = np.isnan(a) & np.isnan(b)  # as without validation samples
-        distances[place] = np.where(are_nan, 0, np.abs(a - b)).max(initial=0)
-    differing = [place for place, distance in distances.items() if not distance <= tolerance]
-    if differing:
-        note += f" (first: {differing[0]})"
+        difference = means.get(place, np.inf) - expected.get(place, np.inf)
+        distances[place] = np.abs(difference).max(initial=0)
+    first = next((place for place in distances if distances[place] > tolerance), None)
     speed, speed_of_one = (
         float(re.findall(r"([\d.]+) samples/s", text)[-1]) for text in (printed, one)
     )
-    ratio = f"{speed:.1f} samples/s, {speed / speed_of_one:.2f} times"
-    print(f"{name}: {np.max([*distances.values()]):.4f} apart | {ratio}{note}", flush=True)
-    return differing[0] if differing else None
+    result = f"{max(distances.values()):.4f} apart{f' (first: {first})' if first else ''}"
+    ratio = speed / speed_of_one
+    print(f"{name}: {result} | {speed:.1f} samples/s, {ratio:.2f} times", flush=True)
+    return first
 
 
 def check(arguments):
-    """Run a job on several numbers of processes and over a kill: return the status, 0 or 1."""
+    """Run a job on several numbers of processes and over a kill. Exits with 1 if it differs."""
     parser = ArgumentParser(
         "bash run.sh check [JOB.py]", description=HELP, allow_abbrev=False,
         formatter_class=ArgumentDefaultsHelpFormatter,
@@ -1157,19 +1152,17 @@ def check(arguments):
             printed = run_for_check(count, job, options, f"{folder}/{count}")
             differing.append(report(f"{count} processes", printed, one, args.tolerance))
 
+        # Kill a run with the most processes past its middle, and go on with another number.
         options += ["--checkpoint-every", "1"]
         path, middle = f"{folder}/killed", f"{steps[len(steps) // 2]} |"
-        run_for_check(counts[-1], job, options, path, kill_at=middle)
+        killed = run_for_check(counts[-1], job, options, path, kill_at=middle)
         other = counts[0] if len(counts) > 1 else 1
         printed = run_for_check(other, job, options, path)
-        was_over = "samples/s" not in printed
-        after_kill = None
-        if was_over:
-            print("The job was over before it could be killed: give it more --epochs.")
-        else:
-            start = re.search("resuming .* at (.*)|$", printed)[1] or "the start"
-            note = f" ({counts[-1]} processes, then {other} from {start})"
-            after_kill = report("over a kill", printed, one, args.tolerance, note)
+        if "samples/s" not in printed:
+            sys.exit("check: the job was over before it could be killed: give it more --epochs")
+        start = re.search("resuming .* at (.*)|$", printed)[1] or "the start"
+        name = f"over a kill ({counts[-1]} processes, then {other} from {start})"
+        after_kill = report(name, killed + printed, one, args.tolerance)
     if steps[0] in differing:
         cause = FROM_THE_FIRST_STEP
     elif any(differing):
@@ -1177,10 +1170,9 @@ def check(arguments):
     elif after_kill:
         cause = AFTER_THE_KILL
     else:
-        print(f"The number of processes does not change this job by more than {args.tolerance}.")
-        return was_over
+        return print(f"The number of processes changes this job by at most {args.tolerance}.")
     print(f"The number of processes changes this job {cause}.")
-    return 1
+    sys.exit(1)
 
 
 def main():
@@ -1189,7 +1181,7 @@ def main():
         return write_readme_programs()
     if sys.argv[1:2] == ["check"]:
         try:
-            sys.exit(check(sys.argv[2:]))
+            return check(sys.argv[2:])
         except KeyboardInterrupt:
             sys.exit(130)
     result = unittest.main(exit=False, verbosity=2).result
