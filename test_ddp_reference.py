@@ -1170,7 +1170,7 @@ def check(arguments):
     elif after_kill:
         cause = AFTER_THE_KILL
     else:
-        return print(f"The number of processes changes this job by at most {args.tolerance}.")
+        return print(f"All results are equal within the tolerance of {args.tolerance}.")
     print(f"The number of processes changes this job {cause}.")
     sys.exit(1)
 
