@@ -7,13 +7,13 @@
 First come seven lessons: what data-parallel training needs, and what ddp_reference.py guarantees.
 The docstring of that file explains the words, such as rank and all-reduce. Each lesson compares
 what ranks do with something simpler, such as PyTorch's sampler or one process that has the whole
-batch. (Up to rounding, because ranks add the same numbers in another order.)
+batch, up to rounding.
 
-"To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover the lines below it
-and predict what they say. Then change the line, run, for example, `bash run.sh test -k Lesson3`,
-and undo the change. If a test fails in a rank, read from the last "Traceback" on. Ask each time:
-would a job with this fault have ended with an error? Would a test of a single rank see it? Where
-both answers are no, a test must look at several ranks, and nearly always compare them with one.
+"To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
+"Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson3`, read the
+last lines of the failure, and undo the change. Ask each time: would a job with this fault have
+ended with an error? Would a test of a single rank see it? Where both answers are no, a test must
+look at several ranks, and nearly always compare them with one.
 
 The tests need chapter 1 of ddp_reference.py as it is. If you edit it, run them on an unedited copy,
 and check your own job with `check`.
@@ -78,17 +78,17 @@ def setUpModule():
 
 # ---- Lesson 0: the machine (torch.distributed)
 # Can this machine add? Lessons 3 to 6 rest on the all-reduce, which gives every rank the sum of all
-# ranks' tensors. If some numbers are wrong, in training this passes for noise. Sums of integers are
-# exact, so here a single wrong one shows.
+# ranks' tensors. In training a wrong number passes for noise. Sums of integers are exact, so here a
+# single wrong one shows.
 #
 # There are as many ranks as GPUs, or two on the CPU. Rank 0 makes the list 0, 1, 2 and so on, rank
 # 1 makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# Each rank prints how fast this was (with pytest, add -s). In the code, run_job() starts the ranks,
-# and each calls add_up_integers() in place of train().
+# Each rank prints how fast this was (with pytest, add -s). run_job() starts the ranks, and each
+# calls add_up_integers() in place of train(args, device), and gives it train, too.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, and the test stops at the list of 1 MB: all its 262144 integers
-# are wrong. (On rank 1 of 2 all but the one at i = 0, where its own number, 1, is also the sum.)
+# Then each rank keeps its own list, and the test stops at the list of 1 MB, in which nearly all of
+# the 262144 integers are wrong.
 #
 # To break it in another way, put `total[7] += rank` below that line.
 # Then each rank but the first has 1 wrong integer of 262144. In a gradient nobody would notice it.
@@ -117,25 +117,22 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # A step has the same samples on any number of ranks.
 #
-# All ranks draw the same order of the samples, from --seed plus the epoch. Of W ranks, rank r reads
-# the positions r, r + W, r + 2W and so on of this order, in batches of B / W, where B is the global
-# batch size. With B = 4 and W = 2, rank 0 reads the positions 0, 2 and then 4, 6, while rank 1
-# reads 1, 3 and then 5, 7. So each step has the next B positions, for every W that divides B.
-#
-# A job that was stopped after k steps goes on with set_epoch(epoch, samples_read=k * B). Its ranks,
-# whose number may have changed, share the rest of the order. PyTorch's sampler cannot do this, so
-# we have our own, which takes PyTorch's place in everything else.
+# All ranks draw the same order of the samples, from --seed plus the epoch, and deal out its
+# positions. With a global batch of 4 on two ranks, rank 0 reads the positions 0, 2 and then 4, 6,
+# while rank 1 reads 1, 3 and then 5, 7. So each step has the next 4 positions. A job that was
+# stopped goes on with set_epoch(epoch, samples_read), on any number of ranks, which PyTorch's
+# sampler cannot do. So we have our own, which takes PyTorch's place in everything else.
 #
 # A sampler is told its rank, so here one process plays all ranks. The first test puts together what
 # they read in each step, and compares it with the order of PyTorch's sampler for a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
-# Then all ranks read the samples of rank 0, and with two ranks the message shows each of them
-# twice. The second test fails, too.
+# Then all ranks read the samples of rank 0, and the message for two ranks shows each sample twice.
+# The second test fails, too.
 #
 # To break it in another way, put `+ self.rank` behind `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. One rank
-# passes, and a job hardly shows it: `bash run.sh` ends at val_accuracy 0.9348, and not 0.9346.
+# passes, and a job hardly shows it: on two ranks `bash run.sh` ends at 0.9348, and not 0.9346.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         """In each step the ranks read the next 12 samples of one order, also after a stop."""
@@ -173,18 +170,17 @@ class Lesson1Sampler(TestCase):
 # ---- Lesson 2: nine experiments (DistributedSampler)
 # A job can read the wrong samples without an error.
 #
-# In the README's table of experiments, under "Which samples a rank reads", two ranks read for two
-# epochs, each in batches of 4. PyTorch's sampler and ours read the same. Cover the last column.
-# Which of these faults does each row show?
+# Look at the README's table of experiments, under "Which samples a rank reads". Cover its last
+# column and the key below. Which of these faults does each row show?
 # A. All ranks read the same samples, so a second rank is of no use.
-# B. Each epoch has the same order. (Judge this in 1 to 3 only: the others are about remainders.)
+# B. Each epoch has the same order. (Judge this in rows 1 to 3 only.)
 # C. In an epoch some samples are never read.
 # D. In an epoch some samples are read twice and the others once, so they weigh more.
 # E. A rank has fewer than 4 samples in a step, so the step is noisier, and each sample weighs more.
 # (1: A, B. 2: B. 3: none. 4: E. 5: C. 6 and 7: D, E. 8: E. 9: C.)
 #
-# Where the samples do not come out even, one must choose. make_loaders() chooses C: it drops the
-# last samples, and train() calls set_epoch(), so that they are others in each epoch.
+# If samples are left over, one must choose. make_loaders() chooses C: it drops the last samples,
+# and train() calls set_epoch(), so that they are others in each epoch.
 #
 # To break it, replace `self.seed + self.epoch` by `self.seed` in DistributedSampler.
 # Then epoch 1 of experiment 3 has the order of epoch 0. (Lesson 1 does not see this, because it
@@ -193,7 +189,7 @@ class Lesson1Sampler(TestCase):
 # To break it in another way, replace `self.was_read = False` by `self.was_read = epoch > 0` there.
 # Then the sampler cries wolf: it warns in experiment 3, too, where each epoch has its own order.
 def read_two_epochs(setting, sampler_class, rank):
-    """Do an experiment: return what a rank of two reads, as in the table."""
+    """Do an experiment, the first cell of its row: return what a rank of two reads."""
     dataset = range(int(setting.split()[1]))
     sampler = None if "no sampler" in setting else sampler_class(dataset, 2, rank)
     loader = DataLoader(dataset, 4, sampler=sampler, drop_last="drop_last" in setting)
@@ -226,10 +222,9 @@ class Lesson2Experiments(TestCase):
 
 # ------------------------------------------------------------------------------------------------
 # Helpers. For the lessons it is enough to know that run_job(3, options) runs a job on three ranks,
-# and returns what each has printed. With train=function, each rank calls function(train, args,
-# device) in place of train(args, device). Other functions of ddp_reference.py can be replaced like
-# this. The new one gets the original first, and can call it. Go on at Lesson 3, and come back when
-# you meet the others.
+# and returns what each has printed. As with train=function, other functions of ddp_reference.py can
+# be replaced. The new one gets the original first, and can call it. Go on at Lesson 3, and come
+# back when you meet the others.
 
 # A small job with four steps an epoch. If an option is given twice, the later one counts.
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
@@ -243,7 +238,7 @@ def be_rank(rank, world_size, port, options, replacements):
     os.environ |= {
         "RANK": f"{rank}",
         "WORLD_SIZE": f"{world_size}",
-        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that taking it for RANK fails.
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that mistaking it for RANK fails.
         "LOCAL_WORLD_SIZE": f"{world_size}",
         # The store of run_job(), by which the ranks find each other.
         "MASTER_ADDR": "localhost",
@@ -308,11 +303,6 @@ def assert_close(actual, expected, what, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, **options, msg=lambda text: f"{text}\n{what}")
 
 
-def whole_batch(dataset):
-    """Return all samples of a dataset as one batch."""
-    return next(iter(DataLoader(dataset, len(dataset))))
-
-
 def share(sequence):
     """On a rank: return its share, every world_size-th item, of a sequence that all ranks have."""
     return sequence[dist.get_rank() :: dist.get_world_size()]
@@ -346,14 +336,12 @@ def net_with_batch_norm():
 
 
 # ---- Lesson 3: a step (train_step)
-# The mean of the ranks' means is not the mean over all labels, unless all ranks have equally many.
+# The mean of the ranks' means is not the mean over all labels if ranks have unequally many labels.
 #
-# A step must move the net as one process with the whole batch would, even if ranks have unequally
-# many labels (a signal has one for each point, but some are ignored). If each rank took the mean
-# over its own labels, as in the usual loop, a label would weigh more on a rank that has few. So
-# each rank takes the gradient of the sum of its losses. DDP averages these gradients, which divides
-# their sum by the world size. train_step() multiplies by the world size again, and divides by the
-# number of all labels.
+# A step must move the net as one process with the whole batch would, though some points of a signal
+# have no label. So each rank takes the gradient of the sum of its losses, over all micro-batches.
+# DDP averages these gradients, which divides their sum by the world size. train_step() multiplies
+# by the world size again, and divides by the number of all labels.
 #
 # For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
@@ -368,11 +356,11 @@ def net_with_batch_norm():
 #
 # To break it in another way, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. Yet one rank passes, because it multiplies by
-# 1. With Adam, whose steps hardly depend on a factor, the test could miss this, so it uses SGD.
+# 1. (The test uses SGD, because steps of Adam hardly depend on a factor.)
 def compare_step(make_net, micro_batch_size, train, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch."""
     # One process, in plain PyTorch, with the whole batch.
-    x, y = whole_batch(Ragged(12))
+    x, y = default_collate([*Ragged(12)])
     expected = make_net()
     F.cross_entropy(expected(x), y).backward()
     torch.optim.SGD(expected.parameters(), lr=1).step()
@@ -404,20 +392,18 @@ class Lesson3Step(TestCase):
 # and one all-reduce after the loop adds up those of all ranks. Within the loop there must be no
 # collective: of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three.
 #
-# A BatchNorm layer (Lesson 5) evaluates with the running mean and variance of what it saw in
-# training. With the option --local-bn each rank has seen only its own samples. All ranks must
-# evaluate one net. It is that of rank 0, because rank 0 saves it.
+# With --local-bn the BatchNorm layers (Lesson 5) of each rank have their own running means and
+# variances. Yet all ranks must evaluate one net, that of rank 0, which is saved.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
-# Then each rank returns the sums of its own samples. The message shows the means of one rank, and
-# of one process.
+# Then each rank returns the sums of its own samples.
 #
 # To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`.
 # Then each rank uses its own statistics, which the test has made unequal, as --local-bn would. As
-# the sums of all ranks are added up, the loss is wrong on all ranks, also on rank 0.
+# the sums of all ranks are added up, the loss is wrong on rank 0, too.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
-    x, y = whole_batch(dataset)
+    x, y = default_collate([*dataset])
     logits = net.eval()(x)
     accuracy = (logits.argmax(1) == y).sum() / (y != -100).sum()
     return [F.cross_entropy(logits, y).item(), accuracy.item()]
@@ -435,12 +421,12 @@ def compare_evaluation(num_samples, train, args, device):
     assert not net.training  # evaluate() leaves it in eval mode.
     # The sums are the number of labels, the sum of their losses, and the number of right answers.
     means = (sums[1:] / sums[0]).tolist()
-    what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has loss and accuracy {means}"
-    assert_close(means, expected, f"{what}, but one process with all samples has {expected}")
+    what = f"Loss and accuracy of rank {dist.get_rank()} of {dist.get_world_size()}"
+    assert_close(means, expected, what)
 
 
 class Lesson4Evaluation(TestCase):
-    def test_the_means_are_those_of_one_process(self):
+    def test_loss_and_accuracy_are_those_of_one_process(self):
         """They are equal on 1 to 4 ranks, even if some ranks have fewer samples or none."""
         for world_size, num_samples in product(range(1, 5), (25, 2)):
             run_job(world_size, train=partial(compare_evaluation, num_samples))
@@ -451,10 +437,9 @@ class Lesson4Evaluation(TestCase):
 # ranks, in the forward and in the backward pass. (DDP alone lets each rank see only its own.)
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
-# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. If rank 0 sees only its own, it
-# makes -1 and 1 of them. One process sees all four, whose mean is 3 and whose variance is 2, and
-# makes about -1.4 and 1.4 of them, and 0 and 0 of the others. After convert_batch_norm() each rank
-# sees all four, too, and keeps its own two results.
+# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. Alone, rank 0 makes -1 and 1 of
+# its own. Among all four, whose mean is 3 and whose variance is 2, they become about -1.4 and 1.4,
+# and the others 0. After convert_batch_norm() each rank sees all four, and keeps its own results.
 #
 # The backward pass needs more, because a value of rank 0 now also changes the loss of rank 1. If
 # the 5 becomes 6, the mean becomes 3.25, and the results of rank 1 fall from 0 to about -0.14. So
@@ -463,8 +448,8 @@ class Lesson4Evaluation(TestCase):
 # do this, because the value is not a parameter.
 #
 # With both passes right, Lesson 3 holds for a net with BatchNorm, but not in micro-batches, because
-# a layer sees only one of them at a time. (GPUs use nn.SyncBatchNorm in place of our functions. To
-# break it there, run `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`, on the CPU.)
+# a layer sees only one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To
+# break ours there, hide the GPUs: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson5`.)
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`.
@@ -472,10 +457,10 @@ class Lesson4Evaluation(TestCase):
 # from the loss of the other one.
 #
 # To break it in another way, put `/ dist.get_world_size()` behind what it returns.
-# Then the parts are averaged, and DDP averages once more, but train_step() multiplies by the world
-# size only once. So two ranks move 0.bias half as far: its greatest relative difference is 0.5.
+# Then the parts are averaged here, though DDP averages them, too, and train_step() makes up for one
+# of both. So 0.bias, whose gradient comes through the second BatchNorm, moves half as far.
 class Lesson5BatchNorm(TestCase):
-    def test_a_step_of_all_ranks_is_that_of_one_process(self):
+    def test_batch_norm_sees_the_samples_of_all_ranks(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
         for world_size in range(1, 5):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
@@ -488,9 +473,8 @@ class Lesson5BatchNorm(TestCase):
 # process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
 #
 # The job has augmentation, a warm-up, clipping, uneven labels and a learning rate for each
-# parameter. It runs on 1 rank, on 2 with loader workers, on 3 and on 4. Then a job starts on 4
-# ranks, is stopped, goes on with 3, is stopped again, and ends with 2. The last one is done again
-# in micro-batches, with a net without BatchNorm (see Lesson 5). The net is equal because
+# parameter. It runs on 1 to 4 ranks, and is stopped twice, to go on with fewer ranks. All this is
+# repeated in micro-batches, without BatchNorm (see Lesson 5). The net is equal because
 # - the samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index, whichever rank
@@ -501,14 +485,14 @@ class Lesson5BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders().
 # Then the batch grows with the number of ranks, a common fault. One rank passes. Two ranks make one
-# step an epoch in place of three. (Lesson 1 does not see this, because it makes its own loaders.)
+# step an epoch in place of three.
 #
 # To break it in another way, let train() call `resume(path, identity, {"net": net})`.
 # Then the momentum is lost, and only the job that was stopped ends with a different net.
 #
-# The test stops at the first difference, and names the runs. If it names one rank, look at what
-# does not depend on their number, such as the learning rate or an option. If it names several
-# ranks, look at the loaders or their workers. If it names three runs, look at the checkpoint.
+# The message shows each run as (ranks, epochs until a stop). If one rank alone fails, look at the
+# learning rate or an option. If several do, look at the loaders. If only the stopped job does, look
+# at the checkpoint.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -533,14 +517,14 @@ def make_augmented_task(make_task, args, device):
 
 
 def warm_up(args, epochs_done):
-    """Return a factor that grows during the first epoch. A number of NumPy must do, too."""
+    """Return a factor that grows during the first epoch: a NumPy number, which must work, too."""
     return np.float64(min(1, epochs_done + 0.1))
 
 
 def plain_loop(train, args, device):
     """In place of train(), on one rank: do in plain PyTorch what a job with OPTIONS must do.
 
-    Besides the task and warm_up() only the seeding is ours: the random numbers must be the same.
+    It shares the task, warm_up() and the seeding, so that the random numbers are the same.
     """
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(None, args, device)
@@ -572,7 +556,7 @@ def stop_at(stop_after, lr_factor, args, epochs_done):
 
 
 def net_after(options, runs, **replacements):
-    """Do runs that each resume the one before, (ranks, stop_after): return the last net."""
+    """Do runs (ranks, stop_after), each resuming the one before: return the last net."""
     path = f"{tempfile.mkdtemp(dir='.')}/ck"
     for number, (ranks, stop_after) in enumerate(runs):
         replacements["lr_factor"] = partial(stop_at, stop_after)
@@ -585,8 +569,7 @@ def net_after(options, runs, **replacements):
 class Lesson6NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
         """Its net is equal on 1 to 4 ranks, and if it is stopped and goes on with other ranks."""
-        # A job makes 3 steps in each of 2 epochs: here 2 steps on 4 ranks, 2 on 3, and 2 on 2. (A
-        # step is 12/47 of an epoch. A run ends before the first step at or after stop_after.)
+        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is stopped before steps 3 and 5 of 6.
         stopped = [(4, 0.5), (3, 1.2), (2, np.inf)]
         for option, runs in (
             ("", [(1, np.inf)]),
@@ -607,14 +590,14 @@ class Lesson6NumberOfRanks(TestCase):
 # refused, printed and saved, and how the processes end. Most tests run an edited ddp_reference.py.
 #
 # To test a new option: if it changes training and plain PyTorch can repeat it, add it to OPTIONS
-# and to plain_loop(). If it changes evaluation or what is printed, also give loss_and_accuracy()
-# (Lesson 4) an argument for it, and use it in the test of all printed numbers. If neither, write a
-# test. Then have ddp_reference.py ignore it, in training and in evaluation: each time a test must
-# fail.
+# and to plain_loop(). If it changes a printed number, of training or validation, also give
+# loss_and_accuracy() (Lesson 4) an argument for it, for the test of all printed numbers. If
+# neither, write a test. Then have ddp_reference.py ignore it, or apply it where it must not: each
+# time a test must fail.
 
 # (options, expression, old, new): two ranks run SMALL, `--checkpoint ck` and these options, edited.
-# The job must end with a message that the expression matches, and leave ck, a sound checkpoint
-# after both epochs, as it was. `--checkpoint new` must not come to exist.
+# The job must end with a message that the expression matches. The checkpoint ck, of a job that has
+# ended, must stay as it was, and no file `new` may be made.
 PATH = "dist.get_rank(), args.checkpoint"
 ADAM = "Adam(net.parameters()"
 BATCHES = "watched(train_loader, args.timeout)"
@@ -640,7 +623,7 @@ FAULTS = (
     ("", "of a job with parameters=", ADAM, "Adam(reversed([*net.parameters()])"),
     ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
     ("", "of a job with SUMS=.*accuracy", '"accuracy")', '"top1")'),
-    ("--checkpoint new", "an item differs", ITEM, f"self.dataset.tensors[0].mul_(2), {ITEM}"),
+    ("--checkpoint new", "an item differs", ITEM, f"(self.dataset.tensors[0].mul_(2), {ITEM})[1]"),
     ("--checkpoint new", "to .*new: .*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
     # The ranks
     ("", r"not all find .*\(0, 0\).*\(2, 0\)", PATH, f"{PATH} + 'x' * dist.get_rank()"),
@@ -746,8 +729,8 @@ class OtherGuarantees(TestCase):
     def test_a_step_calls_two_collectives_and_never_item(self):
         """So a step of a small net waits for the other ranks twice, and never for its GPU."""
         options = "--epochs 1 --micro-batch-size 2 --clip-grad-norm 1"
-        # Reading a sample calls .item(), too. So both jobs read 42 samples, in 7 steps of 6 or in 3
-        # of 14, and those calls cancel out. Adam on a CPU also calls it, so this task uses SGD.
+        # Reading a sample calls .item(), so both jobs read 42 samples (7 steps of 6, 3 of 14),
+        # which cancels out. Adam on a CPU also calls it, so this task uses SGD.
         run_two = partial(run_job, 2, train=print_calls, make_task=make_augmented_task)
         of_7_steps, _ = run_two(f"{options} --global-batch-size 6")
         of_3_steps, _ = run_two(f"{options} --global-batch-size 14")
@@ -759,8 +742,8 @@ class OtherGuarantees(TestCase):
 
     def test_ranks_steps_and_micro_batches_draw_their_own_numbers(self):
         """Dropout masks differ, also after a stop. With --amp all logits are bfloat16."""
-        # Each micro-batch draws, as dropout does. Items are not seeded here, as if a loader worker
-        # read them.
+        # Each micro-batch draws, as dropout does. Items do not seed this process, as if loader
+        # workers read them.
         draw = """        output = model(*inputs)
         assert output.dtype == torch.bfloat16, "--amp is ignored"
         if output.requires_grad:
@@ -777,7 +760,7 @@ class OtherGuarantees(TestCase):
         assert len(set(drawn)) == len(drawn) == 32, f"these are not 32 different numbers: {drawn}"
 
     def test_all_printed_numbers_are_those_of_the_job(self):
-        """They are so after stops, too. Only rank 0 prints. A new --lr counts after a stop."""
+        """They are so after stops, too, where a new --lr counts. Only rank 0 prints."""
         # With a learning rate of 0 the net stays what it is, so loss_and_accuracy() (Lesson 4)
         # tells its numbers. There is no folder `no`, so the path of the checkpoint works only
         # because main() resolves it.
@@ -787,7 +770,7 @@ class OtherGuarantees(TestCase):
         )
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint no/../numbers --checkpoint-every 2"
         run_three = partial(run_job, 3, train=train_with_slow_clock, make_task=make_plain_task)
-        # The first run ends before its first step, but has saved the state with its own --lr.
+        # The first run saves its own --lr, and ends before its first step.
         run_three(f"{options} --lr 1", lr_factor=partial(stop_at, 0))
         assert os.path.exists("numbers"), "nothing was saved before the first step"
         run_three(options, lr_factor=partial(stop_at, 0.7))
@@ -883,7 +866,7 @@ class ReadmePrograms(TestCase):
         assert "set_epoch" not in err  # The sampler warns of a second pass only.
 
     def test_programs_print_the_same_on_one_process_and_on_two(self):
-        """So do many.py and dp.py, as one.py does on one process, and my_job.py."""
+        """many.py and dp.py print what one.py does, and my_job.py prints its own lines."""
         texts = readme_programs()
         one = program_lines(texts["one.py"], 1)
         for name in ("many.py", "dp.py"):
@@ -991,14 +974,14 @@ def slow_programs():
         "endless &": start_python(f"{endless} --num-workers 2", signal.SIG_IGN),
         "endless": start_python(endless),
         "main job": start_python("-m ddp_reference"),
-        # Up to 10, only 2 divides 22, so there is one run less of each.
+        # Of 2 to 4 only 2 divides 22, so check makes fewer runs.
         "check": start_python(f"-m test_ddp_reference check {forgetful}"),
     }
 
 
 class TheProcesses(TestCase):
     def test_the_watchdog_restarts_at_each_batch_and_is_stopped(self):
-        """It starts before train(), and is stopped at the end. On rank 0 it ends the job."""
+        """It starts before train(), and is stopped at its end. Only on rank 0 it ends the job."""
         printed, of_rank_1 = run_edited(
             2,
             f"{SMALL} --epochs 1 --num-samples 12",
@@ -1046,7 +1029,7 @@ class TheProcesses(TestCase):
         self.assertIn("the checkpoint lacks some state", out)
 
     def test_check_sees_that_a_job_ends_later_or_sooner_than_on_one_process(self):
-        """So it is if early stopping differs."""
+        """This is so where early stopping differs."""
         line = "epoch {} | loss 0.5000 | 9.0 samples/s\n"
         short, long = line.format(0), line.format(0) + line.format(1)
         for printed, one in ((short, long), (long, short)):
@@ -1070,7 +1053,7 @@ AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
 
 
 def run_for_check(world_size, job, options, path, kill_at=None, show=False):
-    """Run a job until it ends, or until it prints a line that begins with kill_at.
+    """Run a job until it ends, or kill it at the line that contains kill_at.
 
     Returns what it printed. show: print the line of each epoch, too. Ends this program if the job
     fails, whose own error stands above.
@@ -1143,10 +1126,10 @@ def check(arguments):
         steps = [place for place in read_means(one) if "/" in place]
         if not batch or not steps or "samples/s" not in one:
             sys.exit(f"check: cannot read what {job} prints: it must be like ddp_reference.py")
-        most = GPUS or 4
+        most = GPUS if GPUS > 1 else 4  # Ranks can share one GPU.
         counts = [n for n in range(2, most + 1) if int(batch[1]) % n == 0]
         if not counts:
-            sys.exit(f"check: no number up to {most} divides the global batch of {batch[1]}")
+            sys.exit(f"check: no number from 2 to {most} divides the global batch of {batch[1]}")
         differing = []
         for count in counts:
             printed = run_for_check(count, job, options, f"{folder}/{count}")
@@ -1158,10 +1141,12 @@ def check(arguments):
         killed = run_for_check(counts[-1], job, options, path, kill_at=middle)
         other = counts[0] if len(counts) > 1 else 1
         printed = run_for_check(other, job, options, path)
-        if "samples/s" not in printed:
+        start = re.search("resuming .* at (.*)", printed)
+        if not start:
+            sys.exit("check: after a kill the job began anew: does it use --checkpoint?")
+        if not any("/" in place for place in read_means(printed)):
             sys.exit("check: the job was over before it could be killed: give it more --epochs")
-        start = re.search("resuming .* at (.*)|$", printed)[1] or "the start"
-        name = f"over a kill ({counts[-1]} processes, then {other} from {start})"
+        name = f"over a kill ({counts[-1]} processes, then {other} from {start[1]})"
         after_kill = report(name, killed + printed, one, args.tolerance)
     if steps[0] in differing:
         cause = FROM_THE_FIRST_STEP
