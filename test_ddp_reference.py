@@ -473,7 +473,7 @@ class Lesson5BatchNorm(TestCase):
 # process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
 #
 # The job has augmentation, a warm-up, clipping, uneven labels and a learning rate for each
-# parameter. It runs on 1 to 4 ranks, and is stopped twice, to go on with fewer ranks. All this is
+# parameter. It runs on 1 to 4 ranks, and is stopped twice, to go on with fewer. The stopped job is
 # repeated in micro-batches, without BatchNorm (see Lesson 5). The net is equal because
 # - the samples of a step (Lesson 1), its gradient (3) and BatchNorm (5) do not depend on the number
 #   of ranks,
@@ -710,7 +710,7 @@ class OtherGuarantees(TestCase):
             "(*layers, nn.Dropout(), nn.Conv1d(3, 3, 1).bfloat16().requires_grad_(False))",
         )
         for option in ("--local-bn", "--micro-batch-size 2"):
-            run_edited(3, f"{SMALL} --amp {option} --checkpoint {option[2:4]}", *edits)
+            run_edited(2, f"{SMALL} --amp {option} --checkpoint {option[2:4]}", *edits)
 
     def test_an_epoch_is_saved_before_its_line_is_printed(self):
         """So a kill after the line, or a full pipe, loses no epoch.
