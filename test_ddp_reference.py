@@ -1039,16 +1039,17 @@ class TheProcesses(TestCase):
 # ---- bash run.sh check
 HELP = """Try whether a job is the same on any number of processes, and over a kill.
 
-The job runs on one process, on each larger number that divides its global batch (up to 4 on CPUs,
-and up to all GPUs), and once with a kill past its middle, after which another number goes on. The
-line of each step is compared. The status is 0 if nothing differs by more than the tolerance, and
-otherwise 1. It cannot see what is not printed, or is equally wrong on every number of processes.
-All other options go to the job."""
-FROM_THE_FIRST_STEP = """from the first step on: look at the samples and their order, the batch
-size, random numbers (dropout), BatchNorm, and a loss or collate function that knows its rank"""
-LATER = """only after some steps: if float64 ends this (net.double() in make_task, and such
-inputs), it is rounding that grows, as by a high learning rate or a bias before BatchNorm.
-Otherwise look at how losses and gradients are averaged"""
+The job runs on one process, and on each larger number that divides its global batch (up to 4 on
+CPUs, and up to all GPUs). If these are equal, it is killed past its middle, and goes on with
+another number. The line of each step is compared. The status is 0 if nothing differs by more than
+the tolerance, and otherwise 1. It cannot see what is not printed, or is equally wrong on every
+number of processes. All other options go to the job."""
+FROM_THE_FIRST_STEP = """from the first step on: look at
+the samples and their order, the batch size, random numbers (dropout), BatchNorm, and a loss or
+collate function that knows its rank"""
+LATER = """only after some steps: if float64
+ends this (net.double() in make_task, and such inputs), it is rounding that grows, as by a high
+learning rate or a bias before BatchNorm; otherwise look at how losses and gradients are averaged"""
 AFTER_THE_KILL = "only after the kill: the checkpoint lacks some state"
 
 
@@ -1107,6 +1108,12 @@ def report(name, printed, one, tolerance):
     return first
 
 
+def fail(cause):
+    """Say how a job differs, and exit with status 1."""
+    print(f"The number of processes changes this job {cause}.")
+    sys.exit(1)
+
+
 def check(arguments):
     """Run a job on several numbers of processes and over a kill. Exits with 1 if it differs."""
     parser = ArgumentParser(
@@ -1135,6 +1142,9 @@ def check(arguments):
             printed = run_for_check(count, job, options, f"{folder}/{count}")
             differing.append(report(f"{count} processes", printed, one, args.tolerance))
 
+        if any(differing):
+            fail(FROM_THE_FIRST_STEP if steps[0] in differing else LATER)
+
         # Kill a run with the most processes past its middle, and go on with another number.
         options += ["--checkpoint-every", "1"]
         path, middle = f"{folder}/killed", f"{steps[len(steps) // 2]} |"
@@ -1147,17 +1157,9 @@ def check(arguments):
         if not any("/" in place for place in read_means(printed)):
             sys.exit("check: the job was over before it could be killed: give it more --epochs")
         name = f"over a kill ({counts[-1]} processes, then {other} from {start[1]})"
-        after_kill = report(name, killed + printed, one, args.tolerance)
-    if steps[0] in differing:
-        cause = FROM_THE_FIRST_STEP
-    elif any(differing):
-        cause = LATER
-    elif after_kill:
-        cause = AFTER_THE_KILL
-    else:
-        return print(f"All results are equal within the tolerance of {args.tolerance}.")
-    print(f"The number of processes changes this job {cause}.")
-    sys.exit(1)
+        if report(name, killed + printed, one, args.tolerance):
+            fail(AFTER_THE_KILL)
+        print(f"All results are equal within the tolerance of {args.tolerance}.")
 
 
 def main():
