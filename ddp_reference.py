@@ -7,11 +7,11 @@ Several processes run this file. Each has a number from 0, its rank; their count
 Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
 rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
-this training, 6 to 9 its helpers: read one when you meet its call.)
+this training. Read a helper, in 6 to 9, when you meet its call.)
 
 The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
 contrastive losses, random collate functions, dropout (each rank draws its own masks), a bias before
-BatchNorm (its gradient is rounding, which Adam scales up), and BatchNorm with --local-bn or
+BatchNorm (Adam scales up its gradient, mere rounding), and BatchNorm with --local-bn or
 --micro-batch-size, which sees a part of the batch. A job that was killed goes on if it is started
 again with the same --checkpoint, on any number of ranks that divides the global batch.
 
@@ -99,7 +99,7 @@ def make_task(args, device):
     An item is a tuple of tensors, of which the last is y. Reading one may draw random numbers from
     the global generators, which are seeded before each item (chapter 7), or from one that is seeded
     by its index. The global ones are seeded before this call, too, so all ranks make the same net.
-    Each epoch sets train mode, frozen layers too.
+    Each epoch sets train mode, in frozen layers, too.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(25, args.length, args.seed + 1)

@@ -111,7 +111,9 @@ def add_up_integers(train, args, device):
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
         # main() wants a global batch that the ranks share equally, though no batch is read here.
-        print(*run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers))
+        printed = run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers)
+        print(*printed)
+        assert all("added up 64 MB" in text for text in printed)
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
@@ -373,6 +375,7 @@ def compare_step(make_net, micro_batch_size, train, args, device):
 
     what = f"Rank {dist.get_rank()} of {dist.get_world_size()} has a different net from one process"
     assert_close(net.state_dict(), expected.state_dict(), f"{what} ({micro_batch_size=})")
+    print("equal")
 
 
 class Lesson3Step(TestCase):
@@ -380,7 +383,8 @@ class Lesson3Step(TestCase):
         """Its parameters are equal on 1 to 4 ranks, with uneven labels and micro-batches."""
         for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
             # partial() fixes the first two arguments. Each rank adds the others.
-            run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
+            printed = run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
+            assert all(text.endswith("equal\n") for text in printed), printed
 
 
 # ---- Lesson 4: evaluation (evaluate)
@@ -423,13 +427,15 @@ def compare_evaluation(num_samples, train, args, device):
     means = (sums[1:] / sums[0]).tolist()
     what = f"Loss and accuracy of rank {dist.get_rank()} of {dist.get_world_size()}"
     assert_close(means, expected, what)
+    print("equal")
 
 
 class Lesson4Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process(self):
         """They are equal on 1 to 4 ranks, even if some ranks have fewer samples or none."""
         for world_size, num_samples in product(range(1, 5), (25, 2)):
-            run_job(world_size, train=partial(compare_evaluation, num_samples))
+            printed = run_job(world_size, train=partial(compare_evaluation, num_samples))
+            assert all(text.endswith("equal\n") for text in printed), printed
 
 
 # ---- Lesson 5: BatchNorm over the job (convert_batch_norm)
@@ -463,7 +469,8 @@ class Lesson5BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
         for world_size in range(1, 5):
-            run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
+            printed = run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
+            assert all(text.endswith("equal\n") for text in printed), printed
 
 
 # ---- Lesson 6: the number of ranks, and stops (train)
