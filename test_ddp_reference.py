@@ -75,9 +75,8 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine (torch.distributed)
-# Can this machine add? Lessons 2 to 5 rest on the all-reduce, which gives every rank the sum of all
-# ranks' tensors. In training a wrong number passes for noise. Sums of integers are exact, so here a
-# single wrong one shows.
+# Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
+# here a single wrong one shows.
 #
 # There are as many ranks as GPUs, or two on the CPU. Rank 0 makes the list 0, 1, 2 and so on, rank
 # 1 makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
@@ -115,14 +114,10 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # A step has the same samples on any number of ranks.
 #
-# All ranks draw the same order of the samples, from --seed plus the epoch, and deal out its
-# positions. With a global batch of 4 on two ranks, rank 0 reads the positions 0, 2 and then 4, 6,
-# while rank 1 reads 1, 3 and then 5, 7. So each step has the next 4 positions. A job that was
-# stopped goes on with set_epoch(epoch, samples_read), on any number of ranks, which PyTorch's
-# sampler cannot do. So we have our own, which takes PyTorch's place in everything else.
-#
-# A sampler is told its rank, so here one process plays all ranks. The test puts together what they
-# read in each step, and compares it with the order of PyTorch's sampler for a single rank.
+# Read DistributedSampler first. PyTorch's sampler cannot go on after a stop, so we have our own,
+# which takes its place in everything else. A sampler is told its rank, so here one process plays
+# all ranks. The test puts together what they read in each step, and compares it with the order of
+# PyTorch's sampler for a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and the message for two ranks shows each sample twice.
@@ -238,14 +233,11 @@ def net_with_batch_norm():
 # The mean of the ranks' means is not the mean over all labels if ranks have unequally many labels.
 #
 # A step must move the net as one process with the whole batch would, though some points of a signal
-# have no label. So each rank takes the gradient of the sum of its losses, over all micro-batches.
-# DDP averages these gradients, which divides their sum by the world size. train_step() multiplies
-# by the world size again, and divides by the number of all labels.
-#
-# For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with loss 3 each.
-# The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. The sums of the
-# ranks are 7 and 9, whose average is 8. Times 2 ranks, and divided by 4 labels, this is 4. With
-# gradients in place of losses it is the same.
+# have no label. For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with
+# loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
+# each rank takes the gradient of the sum of its losses, which are 7 and 9. DDP averages these
+# gradients, as 7 and 9 to 8, and train_step() multiplies by the 2 ranks, and divides by all 4
+# labels, which gives 4.
 #
 # To break it as the usual loop does, leave out the line `parameter.grad *= factor` (write `pass`),
 # and replace `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
@@ -286,13 +278,12 @@ class Lesson2Step(TestCase):
 # Add up sums over the ranks, and divide only once.
 #
 # Loss and accuracy must be those of one process with all samples, even if the ranks have unequally
-# many (25 samples), or some have none (2 samples on 4 ranks). PyTorch's sampler would repeat
-# samples, which falsifies the means. Instead each rank adds up its own losses and labels, and one
-# all-reduce after the loop adds up those of all ranks. Within the loop there must be no collective:
-# of 25 samples in batches of 4, rank 0 of 2 has four batches and rank 1 three.
+# many (25 samples), or some have none (2 samples on 4 ranks). So each rank adds up its own losses
+# and labels, and one all-reduce after the loop adds up those of all ranks. Within the loop there
+# must be no collective: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
-# With --local-bn the BatchNorm layers (Lesson 4) of each rank have their own running means and
-# variances. Yet all ranks must evaluate one net, that of rank 0, which is saved.
+# All ranks must evaluate one net, that of rank 0, which is saved. But with --local-bn each rank has
+# its own running means and variances in its BatchNorm layers (Lesson 4).
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
 # Then each rank returns the sums of its own samples.
@@ -518,8 +509,7 @@ LIMIT_FILES = """    import resource
     states ="""
 FAULTS = (
     ("--seed 99", "of a job with args.seed=0"),
-    ("--num-samples 60", r"of a job with len\(train_set\)=48"),
-    ("--global-batch-size 24", "of a job with args.global_batch_size=12"),
+    ("--num-samples 60 --global-batch-size 24", r"with args.global.*=12, len\(train_set\)=48"),
     ("--num-samples 6", "larger than the training set"),
     ("--epochs 3 --lr inf", "is not finite, so nothing was written to .*ck"),
     ("--checkpoint code", "Weights only load failed"),
