@@ -11,9 +11,9 @@ batch, up to rounding.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
-last lines of the failure, and undo the change. Ask each time: would a job with this fault have
-ended with an error? Would a test of a single rank see it? Where both answers are no, a test must
-look at several ranks, and nearly always compare them with one.
+last lines of the failure, which one rank prints, and undo the change. Ask each time: would a job
+with this fault have ended with an error? Would a test of a single rank see it? Where both answers
+are no, a test must look at several ranks, and nearly always compare them with one.
 
 The tests need chapter 1 of ddp_reference.py as it is. Check your own job with `check`.
 """
@@ -78,12 +78,13 @@ def setUpModule():
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # here a single wrong one shows.
 #
-# There are as many ranks as GPUs, or two on the CPU. Rank 0 makes the list 0, 1, 2 and so on, rank
-# 1 makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# run_job() starts the ranks, and each calls add_up_integers() in place of train(args, device).
+# There is a rank for each GPU, but at least two. Rank 0 makes the list 0, 1, 2 and so on, rank 1
+# makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
+# run_job(), which stands below Lesson 5, starts the ranks, where add_up_integers() takes the place
+# of train(), and gets it as its first argument.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, and nearly all of the 262144 integers of 1 MB are wrong.
+# Then each rank keeps its own list, and all but at most one of the 262144 integers are wrong.
 #
 # To break it in another way, put `total[7] += rank` below that line.
 # Then each rank but the first has 1 wrong integer of 262144. In a gradient nobody would notice it.
@@ -105,8 +106,8 @@ def add_up_integers(train, args, device):
 
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
-        # main() wants a global batch that the ranks share equally, though no batch is read here.
-        printed = run_job(GPUS or 2, f"--global-batch-size {GPUS or 2}", train=add_up_integers)
+        ranks = max(GPUS, 2)  # They must divide the global batch, though none is read here.
+        printed = run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers)
         print(*printed)
         assert all("added up 64 MB" in text for text in printed)
 
@@ -115,9 +116,9 @@ class Lesson0Machine(TestCase):
 # A step has the same samples on any number of ranks.
 #
 # Read DistributedSampler first. PyTorch's sampler cannot go on after a stop, so we have our own,
-# which takes its place in everything else. A sampler is told its rank, so here one process plays
-# all ranks. The test puts together what they read in each step, and compares it with the order of
-# PyTorch's sampler for a single rank.
+# which is otherwise the same. A sampler is told its rank, so here one process plays all ranks. The
+# test puts together what they read in each step, and compares it with the order of PyTorch's
+# sampler for a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and the message for two ranks shows each sample twice.
@@ -147,56 +148,7 @@ class Lesson1Sampler(TestCase):
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
 
 
-# ------------------------------------------------------------------------------------------------
-# Helpers of the lessons. It is enough to know that run_job(3, options) runs a job on three ranks.
-# As with train=function, other functions of ddp_reference.py can be replaced. The new one gets the
-# original first, and can call it.
-
-# A small job with four steps an epoch. If an option is given twice, the later one counts.
-SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
-
-
-def be_rank(rank, world_size, port, options, replacements):
-    """Be one rank of a job: run main() as if torchrun had started this process."""
-    mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
-    torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds more than a CPU.
-    os.environ |= {
-        "RANK": f"{rank}",
-        "WORLD_SIZE": f"{world_size}",
-        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that mistaking it for RANK fails.
-        "LOCAL_WORLD_SIZE": f"{world_size}",
-        # The store of run_job(), by which the ranks find each other.
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": f"{port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    for name, function in replacements.items():
-        setattr(ddp, name, partial(function, getattr(ddp, name)))
-    sys.argv = ["ddp_reference.py", *f"--timeout 60 {options}".split()]
-    with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
-        ddp.main()
-    assert not dist.is_initialized(), "the process group was not destroyed"
-
-
-def run_job(world_size, options="", **replacements):
-    """Run a job on so many ranks: return what each rank printed.
-
-    replacements: functions at the top level of a file, because they are pickled. If a rank raises,
-    as by an assertion, the others are ended, and this raises mp.ProcessRaisedException.
-    """
-    # The ranks are forked from a process that has done the slow imports. One of them is
-    # torch._dynamo, which otherwise each rank would import with its first optimizer.
-    mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
-    # The port is opened here, because a store that opens its own listens on all networks.
-    server = socket.create_server(("localhost", 0))
-    port = server.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
-    arguments = world_size, store.port, options, replacements
-    mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
-    return [pathlib.Path(f"rank{rank}").read_text() for rank in range(world_size)]
-
-
+# ---- What Lessons 2 to 5 share: a comparison, data and nets
 def assert_close(actual, expected, what, tolerance=2e-5):
     """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
     options = {"rtol": tolerance, "atol": tolerance, "check_device": False}
@@ -213,14 +165,10 @@ class Ragged(ddp.SyntheticDataset):
 
 
 def plain_net():
-    """Return a net without BatchNorm, the same in every process, with a frozen parameter.
-
-    DDP would broadcast its buffer in each step if train() did not turn that off.
-    """
+    """Return a net without BatchNorm, the same in every process, with a frozen parameter."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1))
     net[0].bias.requires_grad_(False)
-    net.register_buffer("unused", torch.zeros(1))
     return net
 
 
@@ -235,14 +183,14 @@ def net_with_batch_norm():
 # A step must move the net as one process with the whole batch would, though some points of a signal
 # have no label. For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with
 # loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
-# each rank takes the gradient of the sum of its losses, which are 7 and 9. DDP averages these
-# gradients, as 7 and 9 to 8, and train_step() multiplies by the 2 ranks, and divides by all 4
-# labels, which gives 4.
+# each rank accumulates the gradient of the sum of its losses, 7 and 9, over micro-batches. DDP
+# averages the ranks' gradients, as 7 and 9 to 8. Then train_step() multiplies by the 2 ranks and
+# divides by all 4 labels, which gives 4.
 #
-# To break it as the usual loop does, leave out the line `parameter.grad *= factor` (write `pass`),
-# and replace `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
+# To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
+# `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
 # Then DDP averages the means of the ranks. Their nets are equal, and one rank passes. But of two
-# ranks, each of the 140 labels of rank 0 weighs 1/280 in place of 1/270.
+# ranks, with 140 and 130 labels, a label weighs 1/280 or 1/260 in place of 1/270.
 #
 # To break it in another way, replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far, yet one rank passes. (The test uses SGD,
@@ -250,7 +198,7 @@ def net_with_batch_norm():
 def compare_step(make_net, micro_batch_size, train, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch."""
     # One process, in plain PyTorch, with the whole batch.
-    x, y = default_collate([*Ragged(12)])
+    x, y = Ragged(12).tensors
     expected = make_net()
     F.cross_entropy(expected(x), y).backward()
     torch.optim.SGD(expected.parameters(), lr=1).step()
@@ -279,18 +227,19 @@ class Lesson2Step(TestCase):
 #
 # Loss and accuracy must be those of one process with all samples, even if the ranks have unequally
 # many (25 samples), or some have none (2 samples on 4 ranks). So each rank adds up its own losses
-# and labels, and one all-reduce after the loop adds up those of all ranks. Within the loop there
-# must be no collective: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
+# and labels, and one all-reduce after the loop adds up those of all ranks. A collective in the loop
+# could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, and rank 1 three.
 #
 # All ranks must evaluate one net, that of rank 0, which is saved. But with --local-bn each rank has
 # its own running means and variances in its BatchNorm layers (Lesson 4).
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
-# Then each rank returns the sums of its own samples.
+# Then each rank returns the sums of its own samples. Of two, the losses are 1.096 and 1.113, not
+# 1.104. Both look right, and a job prints only that of rank 0.
 #
 # To break it in another way, replace `dist.broadcast(buffer, src=0)` by `pass`.
-# Then each rank uses its own statistics, which the test has made unequal, as --local-bn would. As
-# the sums of all ranks are added up, the loss is wrong on rank 0, too.
+# Then each rank uses its own statistics, which the test has made unequal, as --local-bn would. All
+# ranks still return the same wrong loss, so to compare them with each other would not show it.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -309,7 +258,6 @@ def compare_evaluation(num_samples, train, args, device):
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
 
-    assert not net.training  # evaluate() leaves it in eval mode.
     # The sums are the number of labels, the sum of their losses, and the number of right answers.
     means = (sums[1:] / sums[0]).tolist()
     assert_close(means, expected, f"Loss and accuracy of rank {rank} of {world_size}")
@@ -333,7 +281,8 @@ class Lesson3Evaluation(TestCase):
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. Each rank computes the gradient of its
-# own loss, and AllGather.backward() adds up those of all ranks. (DDP does so for parameters only.)
+# own loss, so for each value AllGather.backward() adds up the gradients of all ranks' losses. (DDP
+# does so for parameters only.)
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
 # one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours there, hide
@@ -344,8 +293,8 @@ class Lesson3Evaluation(TestCase):
 # Then two ranks differ from one process, because each lacks the gradients of the other's loss.
 #
 # To break it in another way, put `/ dist.get_world_size()` behind what it returns.
-# Then gradients are averaged here, though DDP averages them, too, and train_step() makes up for one
-# of both. So 0.bias, whose gradient comes through the second BatchNorm, moves half as far.
+# Then the average is taken twice, here and by DDP, and train_step() makes up for one. So what comes
+# before the second BatchNorm, such as 0.bias of the first, moves half as far.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         """Parameters and running statistics are equal on 1 to 4 ranks."""
@@ -359,10 +308,10 @@ class Lesson4BatchNorm(TestCase):
 # A whole job must end with the net of a loop in plain PyTorch. Read plain_loop() first. It is one
 # process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
 #
-# The job has augmentation, a warm-up, clipping, uneven labels and a learning rate for each
-# parameter. It runs on one rank, on two, and then on four ranks until it is stopped, on three until
-# it is stopped again, and on two. This is repeated in micro-batches, without BatchNorm (see Lesson
-# 4). The net is equal because
+# The job has augmentation, a warm-up, clipping, uneven labels and two learning rates. It runs on
+# one rank, then on two, and then on four until it is stopped, on three until it is stopped again,
+# and on two. This is repeated in micro-batches, without BatchNorm (see Lesson 4). The net is equal
+# because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the samples that were read, and not from the steps of a run,
@@ -374,8 +323,7 @@ class Lesson4BatchNorm(TestCase):
 # step an epoch in place of three.
 #
 # To break it in another way, let train() call `resume(path, identity, {"net": net})`.
-# Then the momentum is lost, and only the job that was stopped ends with a different net. (The
-# message shows each run as (ranks, epochs until a stop).)
+# Then the momentum is lost, and only the job that was stopped ends with a different net.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -391,7 +339,7 @@ class Augmented(Ragged):
 def make_augmented_task(make_task, args, device):
     """Return a task. With --micro-batch-size its net has no BatchNorm (see Lesson 4)."""
     net = plain_net() if args.micro_batch_size else ddp.ConvNet()
-    # Each parameter has its own group and rate.
+    # Each parameter has its own group.
     groups = []
     for number, parameter in enumerate(net.to(device).parameters()):
         groups.append({"params": [parameter], "lr": args.lr * (1 + number % 2)})
@@ -406,7 +354,7 @@ def plain_loop(train, args, device):
     """
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = make_augmented_task(None, args, device)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    base_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler = TorchSampler(train_set, seed=args.seed)
     batch_size = args.global_batch_size
     for epoch in range(args.epochs):
@@ -419,8 +367,8 @@ def plain_loop(train, args, device):
             x, y = default_collate(samples)
             F.cross_entropy(net(x.to(device)), y.to(device)).backward()
             nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * min(1, epoch + step * batch_size / NUM_SAMPLES + 0.1)
+            for group, lr in zip(optimizer.param_groups, base_lrs):
+                group["lr"] = lr * min(1, epoch + step * batch_size / NUM_SAMPLES + 0.1)
             optimizer.step()
             optimizer.zero_grad()
     torch.save({"net": net.state_dict()}, args.checkpoint)
@@ -458,7 +406,7 @@ class Lesson5NumberOfRanks(TestCase):
             options = f"{OPTIONS} {option}"
             expected = net_after(options, [(1, np.inf)], train=plain_loop)
             net = net_after(options, runs, make_task=make_augmented_task)
-            assert_close(net, expected, f"The net is not the plain loop's: {runs}, {options}")
+            assert_close(net, expected, f"(ranks, epochs until a stop): {runs}, {options}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -469,6 +417,46 @@ class Lesson5NumberOfRanks(TestCase):
 # and to plain_loop(). If it changes printed numbers, give loss_and_accuracy() an argument for it,
 # for the test of all printed numbers. Otherwise write a test. Then have ddp_reference.py ignore the
 # option, and see the test fail.
+def be_rank(rank, world_size, port, options, replacements):
+    """Be one rank of a job: run main() as if torchrun had started this process."""
+    mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds more than a CPU.
+    os.environ |= {
+        "RANK": f"{rank}",
+        "WORLD_SIZE": f"{world_size}",
+        "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that mistaking it for RANK fails.
+        "LOCAL_WORLD_SIZE": f"{world_size}",
+        # The store of run_job(), by which the ranks find each other.
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, function in replacements.items():
+        setattr(ddp, name, partial(function, getattr(ddp, name)))
+    sys.argv = ["ddp_reference.py", *f"--timeout 60 {options}".split()]
+    with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
+        ddp.main()
+    assert not dist.is_initialized(), "the process group was not destroyed"
+
+
+def run_job(world_size, options="", **replacements):
+    """Run a job on so many ranks: return what each rank printed.
+
+    replacements: functions of ddp_reference.py by name, as train=function. Each gets the original
+    as its first argument. They are pickled, so they must be at the top level. If a rank raises, the
+    others are ended, and this raises mp.ProcessRaisedException.
+    """
+    # The ranks are forked from a process that has done the slow imports. One of them is
+    # torch._dynamo, which otherwise each rank would import with its first optimizer.
+    mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
+    # The port is opened here, because a store that opens its own listens on all networks.
+    server = socket.create_server(("localhost", 0))
+    port = server.getsockname()[1]
+    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
+    arguments = world_size, store.port, options, replacements
+    mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
+    return [pathlib.Path(f"rank{rank}").read_text() for rank in range(world_size)]
 
 
 def edited(text, *edits):
@@ -491,6 +479,9 @@ def run_edited(world_size, options, *edits, text=SOURCE):
     pathlib.Path("program.py").write_text(edited(text, *edits))
     return run_job(world_size, options, main=be_program)
 
+
+# A small job with four steps an epoch. If an option is given twice, the later one counts.
+SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
 
 # (options, expression, old, new): two ranks run SMALL, `--checkpoint ck` and these options, edited.
 # The job must end with a message that the expression matches. The checkpoint ck, of a job that has
