@@ -890,7 +890,7 @@ def slow_programs():
 def wait_for(name, status=0):
     """Return (stdout, stderr) of a slow program when all processes with its pipes have ended."""
     program = slow_programs()[name]
-    out, err = program.communicate(timeout=120)
+    out, err = program.communicate(timeout=300)
     assert program.returncode == status, f"status {program.returncode}: {out}{err}"
     return out, err
 
