@@ -421,6 +421,8 @@ class Lesson5NumberOfRanks(TestCase):
 #   test_all_printed_numbers_are_those_of_the_job,
 # - anything else: write a test.
 # Then leave it out of each call that passes it on, in turn. Each time a test must fail.
+
+
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -604,8 +606,8 @@ class OtherGuarantees(TestCase):
         printed = run_two(small, "(*inputs), y", "(*inputs), 0 * y - 100")
         # Random masks, a frozen tensor in bfloat16, and state that is no tensor
         conv = "nn.Conv1d(3, 3, 1).bfloat16().requires_grad_(False)"
-        text = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
-        edits = "(*layers[:-1])", f"(*layers, nn.Dropout(), {conv})\n        {text}"
+        extra_state = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
+        edits = "(*layers[:-1])", f"(*layers, nn.Dropout(), {conv})\n        {extra_state}"
         for option in ("--local-bn", "--micro-batch-size 2"):
             saving = f"--checkpoint sound{option.split()[0]}"
             printed += run_two(f"{SMALL} --amp {option} {saving}", *edits)
@@ -1018,8 +1020,8 @@ def check(arguments):
     """
     usage = "bash run.sh check [--tolerance T] [JOB.py] [options of the job]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
-    text = "how far apart two printed means may be (default: %(default)s)"
-    parser.add_argument("--tolerance", type=float, default=0.0005, metavar="T", help=text)
+    tolerance = "how far apart two printed means may be (default: %(default)s)"
+    parser.add_argument("--tolerance", type=float, default=0.0005, metavar="T", help=tolerance)
     args, job = parser.parse_known_args(arguments)
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
