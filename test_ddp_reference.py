@@ -818,11 +818,11 @@ STUCK = """        worker = torch.utils.data.get_worker_info()
 FORGET = ', identity, {"net": net})  #'
 SAVE = "parts, (epoch, samples_read, sums))"
 PAUSE_AFTER_SAVE = f"""{SAVE}
-                    if epoch > 5 and dist.get_world_size() == 2 and path.endswith("killed"):
+                    if epoch > 3 and dist.get_world_size() == 2 and path.endswith("killed"):
                         signal.pause()"""
 TORCHRUN = "torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
 HANGING = f"hanging.py {SMALL} --timeout 15 --checkpoint hanging --checkpoint-every 1"
-FORGETFUL = f"forgetful.py {SMALL} --global-batch-size 22 --epochs 10"
+FORGETFUL = f"forgetful.py {SMALL} --global-batch-size 22 --epochs 6"
 # name: (command, old, new, ...): NAME.py is ddp_reference.py with edits, for the command.
 SLOW_PROGRAMS = {
     "main_job": ("main_job.py",),
