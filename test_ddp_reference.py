@@ -629,12 +629,12 @@ class OtherGuarantees(TestCase):
             *("seed_generators(self.seed", "(self.seed"),
             *("(*layers[:-1])", f"(*layers[:-1], {conv})\n        {text}"),
         )
-        saving = "--checkpoint drawn --checkpoint-every 1"
-        options = f"{SMALL} --micro-batch-size 3 --amp --local-bn {saving}"
+        options = f"{SMALL} --micro-batch-size 3 --amp --checkpoint drawn --checkpoint-every 1"
         stop = "return 1", "return 1 if epochs_done < 1.3 else os._exit(0)"
-        ranks = run_edited(2, options, *edits, *stop) + run_edited(2, options, *edits)
+        until_stop = run_edited(2, f"{options} --local-bn", *edits, *stop)
+        after_stop = run_edited(2, options, *edits)
 
-        drawn = re.findall(r"number \S+", "".join(ranks))
+        drawn = re.findall(r"number \S+", "".join(until_stop + after_stop))
         # 2 ranks make 8 steps of 2 micro-batches.
         assert len(set(drawn)) == len(drawn) == 32, f"these are not 32 different numbers: {drawn}"
 
