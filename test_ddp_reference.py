@@ -923,10 +923,11 @@ class TheProcesses(TestCase):
             (one, resuming + step + end, None),
             (one, resuming + end, None),  # The kill came between the save of a step and its line.
             (one.replace("0.5000", "0.5006"), "", "from the first step on"),
-            (one.replace("0.3000", "inf"), "", "only after some steps"),
+            (one.replace("0.3000", "nan"), "", "only after some steps"),
             (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
             (start + end, "", "only after some steps"),
             (one, one, "no step followed"),
+            (one, resuming, "no step followed"),
             (one, resuming + step + end.replace("0.3000", "0.3006"), "only after the kill"),
         ):
             runs = mock.Mock(side_effect=(one, two, start, resumed))
