@@ -11,8 +11,8 @@ what ranks do, up to rounding, with something simpler, such as one process with 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
 last lines of the failure, which one rank prints, and undo the change. Lessons 1 to 5 begin with one
-rank, so a failure of two means that one has passed. Ask each time: would a job with this fault have
-ended with an error? If not, and if one rank passes, only a test of several ranks can see it.
+rank, so if two ranks fail, one has passed. Ask each time: would a job with this fault have ended
+with an error? If not, and if one rank passes, only a test of several ranks can see it.
 
 The tests need chapter 1 of ddp_reference.py as it is. Check your own job with `check`.
 """
@@ -79,8 +79,8 @@ def setUpModule():
 #
 # There is a rank for each GPU, but at least two. Rank 0 makes the list 0, 1, 2 and so on, rank 1
 # makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# run_job(), which stands below Lesson 5, starts the ranks. On them add_up_integers() takes the
-# place of train(), which is its first argument.
+# run_job(), which stands below Lesson 5, starts the ranks. There add_up_integers() replaces
+# train(), which it gets as its first argument.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
 # Then each rank keeps its own list, in which at most one of the 262144 integers is right.
@@ -121,9 +121,9 @@ class Lesson0Machine(TestCase):
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0, and the message for two ranks shows each sample twice.
 #
-# Or put `+ self.rank` behind `self.seed + self.epoch` there.
+# Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it: on two ranks the last val_accuracy of `bash run.sh` is 0.9348, and not 0.9346.
+# hardly shows it (row 10 of the README's table).
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -175,14 +175,14 @@ def net_with_batch_norm():
 
 
 # ---- Lesson 2: a step (train_step)
-# The mean of the ranks' means is not the mean over all labels if ranks have unequally many labels.
+# The mean of the ranks' means is not the mean over all labels if their numbers of labels differ.
 #
 # A step must move the net as one process with the whole batch would, though some points of a signal
 # have no label. For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with
 # loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
-# each rank accumulates the gradient of the sum of its losses, which is 7 or 9, over micro-batches.
-# DDP averages these gradients to that of 8. Then train_step() multiplies by the 2 ranks and divides
-# by all 4 labels, which gives that of 4.
+# each rank accumulates, over micro-batches, the gradient of the sum of its losses (7 or 9). DDP
+# averages these gradients, which gives that of 8. Then train_step() multiplies by the 2 ranks and
+# divides by all 4 labels, which gives that of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
@@ -229,7 +229,7 @@ class Lesson2Step(TestCase):
 # three.
 #
 # All ranks must evaluate one net, that of rank 0, which is saved. But with --local-bn each rank has
-# its own running means and variances in its BatchNorm layers (Lesson 4).
+# running means and variances of its own, so evaluate() broadcasts those of rank 0 first.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
 # Then each rank returns the sums of its own samples. On two, the losses are 1.096 and 1.113, not
@@ -237,7 +237,7 @@ class Lesson2Step(TestCase):
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`.
 # Then each rank uses its own statistics, which the test has made unequal. All ranks still return
-# the same wrong loss, so to compare them with each other would not show it.
+# the same wrong loss, so comparing the ranks would not show it.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -271,13 +271,13 @@ class Lesson3Evaluation(TestCase):
 # BatchNorm must see the samples of all ranks, in the forward and in the backward pass.
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
-# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. Alone, as with DDP, rank 0 gets
-# -1 and 1. Among all four, whose mean is 3 and whose variance is 2, it gets about -1.4 and 1.4, and
+# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With DDP alone, rank 0 gets -1
+# and 1. Among all four, whose mean is 3 and whose variance is 2, it gets about -1.4 and 1.4, and
 # rank 1 gets 0. After convert_batch_norm() each rank sees all four, and keeps its own results.
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
-# 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP adds up the gradients of
-# parameters only, so AllGather.backward() adds up those of such values.
+# 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
+# parameters, so AllGather.backward() adds up those of such values.
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
 # one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours, hide the
@@ -287,9 +287,9 @@ class Lesson3Evaluation(TestCase):
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`.
 # Then two ranks differ from one process, because each lacks the gradients of the other's loss.
 #
-# Or put `/ dist.get_world_size()` behind what it returns.
-# Then both this function and DDP average, and train_step() makes up for only one of them. So what
-# comes before the second BatchNorm, such as 0.bias of the first, moves half as far.
+# Or put `/ dist.get_world_size()` after what it returns.
+# Then both this function and DDP average, and train_step() makes up for only one of them. So on two
+# ranks what comes before the second BatchNorm, such as 0.bias of the first, moves half as far.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -302,10 +302,10 @@ class Lesson4BatchNorm(TestCase):
 # A whole job must end with the net of a loop in plain PyTorch. Read plain_loop() first. It is one
 # process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
 #
-# The job has augmentation, a warm-up, clipping, uneven labels and two learning rates. It runs once
-# on one rank, and once on two. Then it runs on four until it is stopped, on three until it is
-# stopped again, and on two to its end, and so, too, in micro-batches, without BatchNorm (see Lesson
-# 4). The net is equal because
+# The job has augmentation, a warm-up, clipping, uneven labels and two learning rates. It runs on
+# one rank with a loader worker, and on two. Then it runs on four until it is stopped, on three
+# until it is stopped again, and on two to its end. This is repeated in micro-batches, without
+# BatchNorm (see Lesson 4). The net is equal because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the samples that were read, and not from the steps of a run,
