@@ -79,8 +79,8 @@ def setUpModule():
 #
 # There is a rank for each GPU, but at least two. Rank 0 makes the list 0, 1, 2 and so on, rank 1
 # makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# run_job(), which stands below Lesson 5, starts the ranks. There add_up_integers() replaces
-# train(), which it gets as its first argument.
+# run_job(), which stands below Lesson 5, starts the ranks. They call add_up_integers() in place of
+# train(), which is its first argument.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
 # Then each rank keeps its own list, in which at most one of the 262144 integers is right.
@@ -175,19 +175,19 @@ def net_with_batch_norm():
 
 
 # ---- Lesson 2: a step (train_step)
-# The mean of the ranks' means is not the mean over all labels if their numbers of labels differ.
+# If ranks have different numbers of labels, the mean of their means is not that over all labels.
 #
-# A step must move the net as one process with the whole batch would, though some points of a signal
-# have no label. For example, let rank 0 have one label, with loss 7, and rank 1 three labels, with
-# loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
-# each rank accumulates, over micro-batches, the gradient of the sum of its losses (7 or 9). DDP
-# averages these gradients, which gives that of 8. Then train_step() multiplies by the 2 ranks and
-# divides by all 4 labels, which gives that of the mean, 4.
+# Read train_step() first. A step must move the net as one process with the whole batch would,
+# though some points of a signal have no label. For example, let rank 0 have one label, with loss 7,
+# and rank 1 three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks'
+# means is (7 + 3) / 2 = 5. So each rank accumulates, over micro-batches, the gradient of the sum of
+# its losses (7 or 9). DDP averages these gradients, which gives that of 8. Then train_step()
+# multiplies by the 2 ranks and divides by all 4 labels, which gives that of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
-# Then DDP averages the means of the ranks. Their nets are equal, but on two ranks, with 140 and 130
-# labels, a label weighs 1/280 or 1/260 in place of 1/270.
+# Then DDP averages the means of the ranks. Their nets agree, but with 140 and 130 labels on two
+# ranks, a label weighs 1/280 or 1/260, and not 1/270.
 #
 # Or replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far. (The test uses SGD, because steps of Adam
@@ -272,8 +272,8 @@ class Lesson3Evaluation(TestCase):
 #
 # A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
 # let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With DDP alone, rank 0 gets -1
-# and 1. Among all four, whose mean is 3 and whose variance is 2, it gets about -1.4 and 1.4, and
-# rank 1 gets 0. After convert_batch_norm() each rank sees all four, and keeps its own results.
+# and 1. Over all four, with mean 3 and variance 2, it gets about -1.4 and 1.4, and rank 1 gets
+# zeros. After convert_batch_norm() each rank sees all four, and keeps its own results.
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
@@ -289,7 +289,7 @@ class Lesson3Evaluation(TestCase):
 #
 # Or put `/ dist.get_world_size()` after what it returns.
 # Then both this function and DDP average, and train_step() makes up for only one of them. So on two
-# ranks what comes before the second BatchNorm, such as 0.bias of the first, moves half as far.
+# ranks, parameters before the second BatchNorm, such as 0.bias of the first, move half as far.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -513,6 +513,9 @@ FAULTS = (
     # The disk is full.
     ("--epochs 3", "to .*ck: OSError.*No space left", 'open(f"{path}.tmp"', 'open("/dev/full"'),
 )
+if GPUS > 1:
+    OWN = 'type("Own", (nn.BatchNorm1d,), {})(out_channels)'
+    FAULTS += (("--checkpoint new", "cannot replace .*Own", "nn.BatchNorm1d(out_channels)", OWN),)
 
 
 def print_calls(train, args, device):
@@ -627,6 +630,16 @@ class OtherGuarantees(TestCase):
         drawn = re.findall(r"number \S+", "".join(until_stop + after_stop))
         # 2 ranks make 8 steps of 2 micro-batches.
         assert len(set(drawn)) == len(drawn) == 32, f"these are not 32 different numbers: {drawn}"
+
+    def test_loader_workers_that_were_forked_see_the_epoch(self):
+        """The workers of a job are spawned, and see it anyway."""
+        items = ddp.SeededItems(Augmented(2), seed=0)
+        loader = DataLoader(
+            items, None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        )
+        for epoch in range(2):
+            items.epoch.fill_(epoch)
+            assert_close([*loader], [*items], f"{epoch=}", tolerance=0)
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         """They are so after stops, too, where a new --lr counts. Only rank 0 prints."""
@@ -785,7 +798,8 @@ class ReadmePrograms(TestCase):
 # ---- The processes
 PAUSE = """    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if epochs_done > 1.3 and is_first_start and os.environ["RANK"] == "0":
-        print("gloo on", os.environ["GLOO_SOCKET_IFNAME"], "workers by", mp.get_start_method())
+        networks = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+        print("networks", *networks, "workers by", mp.get_start_method())
         signal.pause()
     return 1  #"""
 IGNORE = "    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after &\n"
@@ -890,7 +904,7 @@ class TheProcesses(TestCase):
         self.assertEqual(times, ["0:00:16.500000", "0:00:18"])  # Rank 0 waits longer.
         for function in ("lr_factor", "train_step"):
             assert f" in {function}\n" in err, err
-        assert "gloo on lo workers by spawn\n" in out, out  # A forked worker may hang.
+        assert "networks lo lo workers by spawn\n" in out, out  # A forked worker may hang.
         # This ends the line "resuming .../hanging at ...". The checkpoint's name is hanging.
         assert "hanging at epoch 1/2, sample 24" in out
 
