@@ -1012,8 +1012,9 @@ def check(arguments, run=run_for_check):
     The job runs on one process, and on each larger number that divides its global batch (up to 4 on
     CPUs, and up to all GPUs). If these are equal, it is killed past its middle, and goes on with
     another number. The line of each step is compared. The status is 0 if nothing differs by more
-    than the tolerance, and otherwise 1. It cannot see what is not printed, or is equally wrong on
-    every number of processes. All other options go to the job.
+    than the tolerance, and otherwise 1. It cannot see what is not printed, what is equally
+    wrong on every number of processes, or state that matters only after a kill at another place,
+    such as a count of bad epochs that is 0 here. All other options go to the job.
     """
     usage = "bash run.sh check [--tolerance T] [JOB.py] [options of the job]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
