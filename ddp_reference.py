@@ -11,7 +11,7 @@ this training. Read a helper, in 6 to 9, when you meet its call.)
 
 The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
 contrastive losses, random collate functions, dropout (each rank draws its own masks), a bias before
-BatchNorm (Adam scales up its gradient, mere rounding), and BatchNorm with --local-bn or
+BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm with --local-bn or
 --micro-batch-size, which sees a part of the batch. A job that was killed goes on if it is started
 again with the same --checkpoint, on any number of ranks that divides the global batch.
 
@@ -419,7 +419,7 @@ def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
     A checksum of norms of eight samples stands for the data. Raises ValueError if a sample differs
-    when it is read again, or the net lacks a parameter of the optimizer.
+    when read again, or the net lacks a parameter of the optimizer.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
     # Read in a worker if there are any: a file opened here could not be sent to workers.
@@ -552,8 +552,8 @@ def convert_batch_norm(net):
 
 
 class AllGather(torch.autograd.Function):
-    """Join all ranks' samples. Each affects every rank's loss, so in the backward pass the ranks
-    exchange the gradients that they computed, and each adds up those of its own samples.
+    """Join all ranks' samples. Each affects every rank's loss, so in the backward pass each rank
+    gets the gradients of its own samples from all ranks, and adds them up.
     """
 
     @staticmethod
@@ -566,7 +566,7 @@ class AllGather(torch.autograd.Function):
     def backward(context, gradient):
         gradient = gradient.contiguous()
         received = torch.empty_like(gradient)
-        dist.all_to_all_single(received, gradient)  # RANKS MEET
+        dist.all_to_all_single(received, gradient)  # RANKS MEET: part r goes to rank r.
         return sum(received.chunk(dist.get_world_size()))
 
 

@@ -10,9 +10,8 @@ what ranks do, up to rounding, with something simpler, such as one process with 
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
-last lines of the failure, which one rank prints, and undo the change. Lessons 1 to 5 begin with one
-rank, so if two ranks fail, one has passed. Ask each time: would a job with this fault have ended
-with an error? If not, and if one rank passes, only a test of several ranks can see it.
+last lines of the failure, and undo the change. Lessons 1 to 5 begin with one rank, so if two ranks
+fail, one has passed. None of their faults ends a job with an error: only tests like these see them.
 
 The tests need chapter 1 of ddp_reference.py as it is. Check your own job with `check`.
 """
@@ -79,18 +78,18 @@ def setUpModule():
 #
 # There is a rank for each GPU, but at least two. Rank 0 makes the list 0, 1, 2 and so on, rank 1
 # makes 1, 2, 3 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# run_job(), which stands below Lesson 5, starts the ranks. They call add_up_integers() in place of
-# train(), which is its first argument.
+# run_job(), which stands below Lesson 5, starts the ranks. In place of train() they call
+# add_up_integers(), and give it the original train() as its first argument.
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, in which at most one of the 262144 integers is right.
+# Then each rank keeps its own list, and all but at most one of the 262144 integers are wrong.
 #
 # Or put `total[7] += rank` below that line.
-# Then each rank but the first has 1 wrong integer of 262144. In a gradient nobody would notice it.
+# Then each rank but the first has 1 wrong integer of 262144.
 def add_up_integers(train, args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for megabytes in (1, 64, 64):  # NCCL connects at each first use, so the last one is timed.
+    for megabytes in (1, 64, 64):  # The first uses of NCCL are slow, so the last time is printed.
         # 2**18 integers of 4 bytes are a megabyte.
         integers = torch.arange(megabytes * 2**18, dtype=torch.int32, device=device)
         total = integers + rank
@@ -105,7 +104,7 @@ def add_up_integers(train, args, device):
 
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
-        ranks = max(GPUS, 2)  # They must divide the global batch, though it is not read here.
+        ranks = max(GPUS, 2)  # main() wants a global batch that they divide.
         printed = run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers)
         print(*printed)
         assert all("added up 64 MB" in text for text in printed)
@@ -119,11 +118,12 @@ class Lesson0Machine(TestCase):
 # sampler for a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
-# Then all ranks read the samples of rank 0, and the message for two ranks shows each sample twice.
+# Then all ranks read the samples of rank 0. The message for two ranks shows each sample twice, and
+# half of them are missing.
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it (row 10 of the README's table).
+# hardly shows it: in row 10 of the README's table it ends at 0.9812, not 0.9800.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -162,7 +162,7 @@ class Ragged(ddp.SyntheticDataset):
 
 
 def plain_net():
-    """Return a net without BatchNorm, the same in every process, with a frozen parameter."""
+    """Return a net without BatchNorm, the same in every process. One parameter is frozen."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1))
     net[0].bias.requires_grad_(False)
@@ -170,19 +170,19 @@ def plain_net():
 
 
 def net_with_batch_norm():
-    """Return plain_net() between two BatchNorm layers, of which the first feeds an inplace ReLU."""
+    """Return plain_net() between two BatchNorm layers."""
     return nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net(), nn.BatchNorm1d(3))
 
 
 # ---- Lesson 2: a step (train_step)
-# If ranks have different numbers of labels, the mean of their means is not that over all labels.
+# If ranks have unequally many labels, the mean of their means is not the mean over all labels.
 #
 # Read train_step() first. A step must move the net as one process with the whole batch would,
 # though some points of a signal have no label. For example, let rank 0 have one label, with loss 7,
 # and rank 1 three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks'
-# means is (7 + 3) / 2 = 5. So each rank accumulates, over micro-batches, the gradient of the sum of
-# its losses (7 or 9). DDP averages these gradients, which gives that of 8. Then train_step()
-# multiplies by the 2 ranks and divides by all 4 labels, which gives that of the mean, 4.
+# means is (7 + 3) / 2 = 5. So each rank accumulates the gradient of its sum of losses, 7 or 9, over
+# micro-batches. DDP averages: this is the gradient of 8. Then train_step() multiplies it by 2 ranks
+# and divides it by 4 labels: this is the gradient of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
@@ -190,17 +190,17 @@ def net_with_batch_norm():
 # ranks, a label weighs 1/280 or 1/260, and not 1/270.
 #
 # Or replace `dist.get_world_size()` by 1 in train_step().
-# Then two ranks move each parameter only half as far. (The test uses SGD, because steps of Adam
-# hardly depend on a factor.)
+# Then two ranks move each parameter only half as far.
 def compare_step(make_net, micro_batch_size, train, args, device):
     """On a rank: train on its share of a batch, and compare with one process that has the batch."""
     # One process, in plain PyTorch, with the whole batch.
     x, y = Ragged(12).tensors
     expected = make_net()
     F.cross_entropy(expected(x), y).backward()
+    # With Adam a step hardly depends on a factor, so a wrong one would not show.
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
-    # This rank, with every world_size-th sample of the same batch, and an equal net.
+    # This rank: every world_size-th sample, and an equal net. (Lesson 4 explains its BatchNorm.)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = ddp.convert_batch_norm(make_net().to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=1)
@@ -221,19 +221,21 @@ class Lesson2Step(TestCase):
 
 
 # ---- Lesson 3: evaluation (evaluate)
-# Add up sums over the ranks, and divide only once.
+# Each rank adds up sums, and the division comes last.
 #
-# Loss and accuracy must be those of one process with all samples, even if ranks have different
-# numbers of them (25), or some have none (2 samples on 4 ranks). So each rank adds up its own
-# losses and labels, and one all-reduce after the loop adds up those of all ranks. A collective in
-# the loop could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
+# Read evaluate() first. Loss and accuracy must be those of one process with all samples, even if 25
+# samples are shared unequally, or 4 ranks share 2 samples, so that some have none. So each rank
+# adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums. A
+# collective in the loop could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches,
+# rank 1 three.
 #
-# All ranks must evaluate one net, that of rank 0, which is saved. But with --local-bn each rank has
-# running means and variances of its own, so evaluate() broadcasts those of rank 0 first.
+# All ranks must evaluate the net of rank 0, because that one is saved. BatchNorm evaluates with
+# running means and variances, and with --local-bn each rank has its own. So evaluate() first
+# broadcasts those of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
-# Then each rank returns the sums of its own samples. On two, the losses are 1.096 and 1.113, not
-# 1.104. Both look right, and a job prints only that of rank 0.
+# Then each rank returns the sums of its own samples. On two ranks the losses are 1.096 and 1.113,
+# not 1.104. Both look right, and a job prints only the first.
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`.
 # Then each rank uses its own statistics, which the test has made unequal. All ranks still return
@@ -279,7 +281,8 @@ class Lesson3Evaluation(TestCase):
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
-# parameters, so AllGather.backward() adds up those of such values.
+# parameters. So for each value of a rank, AllGather.backward() adds up the gradients of all ranks'
+# losses.
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
 # one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours, hide the
@@ -287,11 +290,12 @@ class Lesson3Evaluation(TestCase):
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`.
-# Then two ranks differ from one process, because each lacks the gradients of the other's loss.
+# Then each rank's values lack the gradient of the other's loss. DDP still averages, so the two nets
+# agree with each other, and both are wrong.
 #
 # Or put `/ dist.get_world_size()` after what it returns.
-# Then both this function and DDP average, and train_step() makes up for only one of them. So on two
-# ranks, parameters before the second BatchNorm, such as 0.bias of the first, move half as far.
+# Then this function and DDP both average, and train_step() makes up for only one of them. So on two
+# ranks, parameters before the last BatchNorm, such as 0.bias, move only half as far.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -300,15 +304,15 @@ class Lesson4BatchNorm(TestCase):
 
 
 # ---- Lesson 5: the number of ranks, and stops (train)
-# The number of ranks changes the time, and not the training.
+# The number of ranks changes how long a training takes, but not the net.
 #
-# A whole job must end with the net of a loop in plain PyTorch. Read plain_loop() first. It is one
-# process, computes each batch as a whole, never resumes, and saves only the net that it ends with.
+# A whole job must end with the net of a loop in plain PyTorch. Read train() and plain_loop() first.
+# The loop runs in one process, computes each batch as a whole, and never resumes.
 #
-# The job has augmentation, a warm-up, clipping, uneven labels and two learning rates. It runs on
-# one rank with a loader worker, and on two. Then it runs on four until it is stopped, on three
-# until it is stopped again, and on two to its end. This is repeated in micro-batches, without
-# BatchNorm (see Lesson 4). The net is equal because
+# The job has augmentation, a warm-up, clipping, uneven labels and two learning rates. It runs from
+# its start three times: on one rank with a loader worker, on two ranks, and on four until it is
+# stopped, then on three until it is stopped again, and on two to its end. This third run is
+# repeated in micro-batches, without BatchNorm (see Lesson 4). The net is equal because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the samples that were read, and not from the steps of a run,
@@ -316,7 +320,8 @@ class Lesson4BatchNorm(TestCase):
 #   read.
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders().
-# Then the batch grows with the number of ranks, so two ranks make one step an epoch, not three.
+# Then the batch grows with the number of ranks. Of 47 samples, two ranks make one step an epoch
+# (24), not three (12 each).
 #
 # Or let train() call `resume(path, identity, {"net": net})`.
 # Then the momentum is lost, and only the job that was stopped ends with a different net.
