@@ -9,11 +9,12 @@ rank computes the gradient of its own share, and DistributedDataParallel (DDP) a
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
 this training. Read a helper, in 6 to 9, when you meet its call.)
 
-The number of ranks changes the speed of a training, but its result only by rounding. Exceptions are
-contrastive losses, random collate functions, dropout (each rank draws its own masks), a bias before
-BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm with --local-bn or
---micro-batch-size, which sees a part of the batch. A job that was killed goes on if it is started
-again with the same --checkpoint, on any number of ranks that divides the global batch.
+The number of ranks changes the speed of a training, but its result only by rounding, which --amp
+makes coarse. Exceptions are contrastive losses, random collate functions, dropout (each rank draws
+its own masks), a bias before BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm
+that sees a part of the batch (--local-bn, --micro-batch-size, track_running_stats=False). A killed
+job goes on if started again with the same --checkpoint, on any number of ranks that divides
+the global batch.
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
@@ -84,7 +85,7 @@ def batch_sums(output, y):
     added up. Means cannot, because batches have unequally many labels.
     """
     loss = F.cross_entropy(output.float(), y, reduction="sum")
-    predicted = output.max(dim=1).indices  # argmax() returns the same, but is slower on a CPU.
+    predicted = output.max(dim=1).indices  # argmax() is slower on a CPU.
     return torch.stack([(y != -100).sum(), loss.double(), (predicted == y).sum()])
 
 
@@ -130,7 +131,7 @@ def parse_args():
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
     add("--log-every", default=50, help="steps of an epoch between lines")
-    add("--timeout", default=600, help="seconds until a hang is ended")
+    add("--timeout", default=600, help="seconds without a batch that end the job")
     add("--num-samples", default=1200, help="of the synthetic data")
     add("--length", default=1000, help="of a synthetic signal")
     parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
@@ -140,7 +141,7 @@ def parse_args():
 
 # ---- 2. Which samples a rank reads
 class DistributedSampler(Sampler):
-    """Like PyTorch's DistributedSampler, but it can also go on in the middle of an epoch.
+    """Like PyTorch's DistributedSampler, but it can go on in the middle of an epoch.
 
     Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. All
     ranks draw one order from seed + epoch, and rank r reads its positions r, r + W, r + 2W, ... If
@@ -268,7 +269,7 @@ def check_copies(net, with_buffers):
     """
     state = net.state_dict().items() if with_buffers else net.named_parameters()
     norms = {f"{name} {x.double().norm():.6g}" for name, x in state if torch.is_tensor(x)}
-    require_equal(norms, "the ranks' nets differ (unfrozen after DDP(), changed in forward()?)")
+    require_equal(norms, "the ranks' nets differ (unused, unfrozen after DDP, changed in forward?)")
 
 
 # ---- 4. The loop
@@ -429,7 +430,7 @@ def identify(args, train_set, net, optimizer):
     )
     norms = [[f"{x.double().norm():.6g}" for x in batch if torch.is_tensor(x)] for batch in batches]
     if norms[:8] != norms[8:]:
-        raise ValueError("an item differs when it is read again: make_task() says what it may draw")
+        raise ValueError("an item differs when read again: make_task() says what it may draw")
     names = {parameter: name for name, parameter in net.named_parameters()}
     parameters = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
     if None in parameters:
@@ -601,8 +602,8 @@ def end_with_parent(worker_id=None):
 def restart_watchdog(timeout):
     """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
-    First the ranks print the stacks of their threads, one rank after another, even if they are
-    stuck in C code. Rank 0, which may be saving alone, comes last, and exits. This ends the others.
+    First the ranks print their stacks, one rank after another, even if they are stuck in C code.
+    Rank 0, which may be saving alone, comes last, and exits. This ends the others.
     """
     rank = dist.get_rank()
     faulthandler.dump_traceback_later(timeout + 3 / (rank + 1), exit=rank == 0)  # RANKS DIFFER
