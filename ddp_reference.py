@@ -9,18 +9,18 @@ rank computes the gradient of its own share, and DistributedDataParallel (DDP) a
 the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
 this training. Read a helper, in 6 to 9, when you meet its call.)
 
-The number of ranks changes the speed of a training, but its result only by rounding, which --amp
-makes coarse. Exceptions are contrastive losses, random collate functions, dropout (each rank draws
-its own masks), a bias before BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm
-that sees a part of the batch (--local-bn, --micro-batch-size, track_running_stats=False). A killed
-job goes on if started again with the same --checkpoint, on any number of ranks that divides
-the global batch.
-
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
 of one rank. If a rank skips a collective, the others wait for it, or their call pairs with its next
 collective, and data get mixed up. RANKS MEET marks collectives (by NCCL on GPUs, by gloo on CPUs).
 RANKS DIFFER marks where ranks begin to differ.
+
+The number of ranks changes the speed of a training, but its result only by rounding, which --amp
+makes coarse. Exceptions are contrastive losses, random collate functions, dropout (each rank draws
+its own masks), a bias before BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm
+that sees a part of the batch (--local-bn, --micro-batch-size, track_running_stats=False). A killed
+job goes on if started again with the same --checkpoint, on any number of ranks that divides the
+global batch.
 """
 
 import ctypes

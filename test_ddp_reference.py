@@ -1,16 +1,16 @@
 """The guarantees of ddp_reference.py, and the command that tries them on your own job.
 
     bash run.sh test                 # all tests; also: python -m pytest test_ddp_reference.py
-    bash run.sh test -k Lesson       # only the lessons
+    bash run.sh test -k Lesson       # only the lessons (half a minute)
     bash run.sh check my_job.py      # is this job the same on any number of processes?
 
-First come six lessons. Each compares what ranks do, up to rounding, with something simpler, such as
-one process with the whole batch. The docstring of ddp_reference.py explains the words.
+First come six lessons. Each compares what ranks do with something simpler, such as one process with
+the whole batch. Read the docstring of ddp_reference.py before them, because it explains the words.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
 last lines of the failure, and undo the change. Lessons 1 to 5 begin with one rank, so if two ranks
-fail, one has passed. None of their faults ends a job with an error: only tests like these see them.
+fail, one has passed. None of their faults ends a job with an error: only a comparison shows them.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -79,7 +79,7 @@ def setUpModule():
 # (run_job(), below Lesson 5, starts the ranks, which call add_up_integers() in place of train().)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list, and all but at most one of the 262144 integers are wrong.
+# Then each rank keeps its own list. Of two ranks only rank 1 has a right sum, its first.
 #
 # Or put `total[7] += rank` below that line.
 # Then each rank but the first has 1 wrong integer of 262144.
@@ -108,9 +108,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# Read DistributedSampler first. A sampler is told its rank, so here one process plays all ranks. It
-# puts together what they read in each step, and compares it with the order of PyTorch's sampler for
-# a single rank.
+# Read DistributedSampler first. A sampler is told its rank, so here one process plays all ranks. On
+# 1 to 4 ranks step k must have the same 12 samples: the k-th 12 of PyTorch's order for one rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
 # Then all ranks read the samples of rank 0. The message for two ranks shows each sample twice, and
@@ -118,7 +117,7 @@ class Lesson0Machine(TestCase):
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it: in row 10 of the README's table it ends at 0.9812, not 0.9800.
+# hardly shows it: in row 10 of the README's table the accuracy is 0.9812, not 0.9800.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -173,14 +172,14 @@ def net_with_batch_norm():
 # Read train_step() first. A step must move the net as one process with the whole batch would, even
 # if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
-# (7 + 3) / 2 = 5. So each rank accumulates the gradient of its sum of losses, 7 or 9, over
-# micro-batches. DDP averages: this is the gradient of 8. Then train_step() multiplies it by 2 ranks
-# and divides it by 4 labels: this is the gradient of the mean, 4.
+# (7 + 3) / 2 = 5. So each rank adds up the gradient of its sum of losses, 7 or 9, over parts of its
+# share (micro-batches). DDP averages the two into the gradient of 8. Then train_step() multiplies it
+# by 2 ranks and divides it by 4 labels, which gives the gradient of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
-# `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`.
-# Then DDP averages the means of the ranks. Their nets agree, but with 140 and 130 labels on two
-# ranks, a label weighs 1/280 or 1/260, and not 1/270.
+# `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
+# 130 labels. What does each label weigh?
+# Then DDP averages the ranks' means: 1/280 or 1/260, not 1/270. Yet their nets agree.
 #
 # Or replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far.
@@ -192,7 +191,7 @@ def compare_step(make_net, micro_batch_size, args, device):
     # With Adam a step hardly depends on a factor, so a wrong one would not show.
     torch.optim.SGD(expected.parameters(), lr=1).step()
 
-    # This rank: every world_size-th sample, and an equal net. (Lesson 4 explains its BatchNorm.)
+    # This rank has every world_size-th sample, and an equal net. (Lesson 4 is about BatchNorm.)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = ddp.convert_batch_norm(make_net().to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=1)
@@ -222,12 +221,12 @@ class Lesson2Step(TestCase):
 # broadcasts those of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
-# Then two ranks have the losses 1.096 and 1.113, not 1.104. Both look right, and a job prints only
-# the first.
+# Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
+# only that of rank 0.
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`.
 # Then each rank uses its own statistics. All ranks still return the same wrong loss, so comparing
-# them would not show it.
+# ranks would not show it.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -259,15 +258,15 @@ class Lesson3Evaluation(TestCase):
 
 
 # ---- Lesson 4: BatchNorm over the job (convert_batch_norm)
-# A BatchNorm layer normalizes by the mean and variance of the samples that it sees. For example,
-# let rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With DDP alone, rank 0 gets -1
-# and 1. After convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps
-# its own results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
+# Read chapter 8 first. A BatchNorm layer normalizes by the mean and variance of what it sees. Let
+# rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With DDP alone, rank 0 gets -1 and
+# 1. After convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its
+# own results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
-# parameters. So for each value of a rank, AllGather.backward() adds up the gradients of all ranks'
-# losses.
+# parameters. So AllGather.backward() sends each rank all ranks' gradients of its own values, and
+# adds them up.
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
 # one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours, hide the
@@ -280,7 +279,7 @@ class Lesson3Evaluation(TestCase):
 #
 # Or put `/ dist.get_world_size()` after what it returns.
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks, parameters before the last BatchNorm, such as 0.bias, move only half as far.
+# ranks, parameters before the last BatchNorm move half as far, so 0.bias, which was 0, is halved.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -291,19 +290,18 @@ class Lesson4BatchNorm(TestCase):
 # ---- Lesson 5: the number of ranks, and stops (train)
 # Read train() and plain_loop() first. The loop is one process in plain PyTorch, which computes each
 # batch as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels
-# and two learning rates must end with the same net on any number of ranks, even if this number
-# changes at each stop, and in micro-batches (without BatchNorm, see Lesson 4). It does, because
+# and two learning rates must end with the same net on any number of ranks, even if killed and
+# resumed on others, and in micro-batches (without BatchNorm, see Lesson 4). It does, because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the samples that were read, and not from the steps of a run,
 # - the checkpoint holds the rest: the net, the optimizer with its momentum, and the samples read.
 #
-# To break it, leave out `// dist.get_world_size()` in make_loaders().
-# Then the batch grows with the number of ranks. Of 47 samples, two ranks make one step an epoch
-# (24), not three (12 each).
+# To break it, leave out `// dist.get_world_size()` in make_loaders(). (The data are 47 samples.)
+# Then the batch grows with the ranks: two make one step of 24 in an epoch, not three of 12.
 #
 # Or let train() call `resume(path, identity, {"net": net})`.
-# Then the momentum is lost, and only the job that was stopped ends with a different net.
+# Then the momentum is lost, and only a job that was stopped ends with a different net.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
