@@ -173,8 +173,8 @@ def net_with_batch_norm():
 # if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
 # (7 + 3) / 2 = 5. So each rank adds up the gradient of its sum of losses, 7 or 9, over parts of its
-# share (micro-batches). DDP averages the two into the gradient of 8. Then train_step() multiplies it
-# by 2 ranks and divides it by 4 labels, which gives the gradient of the mean, 4.
+# share (micro-batches). DDP averages the two into the gradient of 8. Then train_step() multiplies
+# it by 2 ranks and divides it by 4 labels, which gives the gradient of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
