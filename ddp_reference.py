@@ -6,8 +6,8 @@
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
 Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
 rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
-the ranks. Then all take the same optimizer step, so their copies stay equal. (Chapters 1 to 5 are
-this training. Read a helper, in 6 to 9, when you meet its call.)
+the ranks. Then all take the same optimizer step, so their copies stay equal. (That is chapters 1
+to 5. Read a helper, in 6 to 9, when you meet its call.)
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
@@ -199,9 +199,9 @@ def forward(model, batch, amp):
 def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0, amp=False):
     """Take one optimizer step from this rank's share of the global batch.
 
-    The gradient is that of the mean loss over all labels of the global batch. Every rank must have
-    equally many samples, and computes them in micro-batches. Returns the batch_sums() of the global
-    batch. With NCCL it waits for the GPU only in nn.SyncBatchNorm. Raises TypeError unless model is
+    The gradient is that of the mean loss over all labels of the global batch. Ranks must have
+    equally many samples, and compute them in micro-batches. Returns batch_sums() of the global
+    batch. It seldom waits for the GPU, except in nn.SyncBatchNorm. Raises TypeError unless model is
     a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -239,6 +239,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 def evaluate(net, batches, amp=False):
     """Return the batch_sums() over all ranks' batches. net: not the DDP model. Sets eval mode."""
     for buffer in net.buffers():  # All ranks evaluate with the BatchNorm statistics of rank 0.
+        buffer.data = buffer.contiguous()  # Strided ones would arrive wrong.
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
     total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
@@ -345,7 +346,7 @@ def train(args, device):
         means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
         speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
         # With --local-bn each rank has its own buffers. RANKS MEET here and in evaluate().
-        check_copies(net, with_buffers=not args.local_bn)
+        check_copies(net, not args.local_bn)
         val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
         samples_read = 0
         sums.zero_()
@@ -366,7 +367,7 @@ def run_rank(rank, world_size, args, init_method):
     num_gpus = torch.cuda.device_count()
     device = torch.device("cpu")
     if num_gpus:
-        device = torch.device("cuda", local_rank % num_gpus)  # RANKS DIFFER
+        device = torch.device(f"cuda:{local_rank % num_gpus}")  # RANKS DIFFER
         torch.cuda.set_device(device)
     if world_size == local_world_size:  # One machine, so the loopback interface is enough.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -457,7 +458,7 @@ def save_checkpoint(path, identity, parts, progress):
             torch.save({"identity": identity, "progress": progress, **states}, file)
             file.flush()
             os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-        # This fails if resume() could not load it, as when another job writes the same file.
+        # This fails if resume() could not load it, as when another job writes it, too.
         torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
         os.replace(f"{path}.tmp", path)
     except Exception as error:
@@ -565,9 +566,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        gradient = gradient.contiguous()
-        received = torch.empty_like(gradient)
-        dist.all_to_all_single(received, gradient)  # RANKS MEET: part r goes to rank r.
+        received = gradient.new_empty(gradient.shape)
+        dist.all_to_all_single(received, gradient.contiguous())  # RANKS MEET: part r goes to r.
         return sum(received.chunk(dist.get_world_size()))
 
 
@@ -590,7 +590,7 @@ def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent ends.
 
     mp.spawn() sends ranks only SIGINT, which background jobs (&) ignore, and loader workers
-    notice the end only after seconds.
+    notice the end after seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
@@ -602,7 +602,7 @@ def end_with_parent(worker_id=None):
 def restart_watchdog(timeout):
     """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
 
-    First the ranks print their stacks, one rank after another, even if they are stuck in C code.
+    First the ranks print their stacks, one rank after another, even if stuck in C code.
     Rank 0, which may be saving alone, comes last, and exits. This ends the others.
     """
     rank = dist.get_rank()
