@@ -241,7 +241,8 @@ def compare_evaluation(num_samples, args, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_batch_norm().to(device)
-    net[0].running_mean += rank  # The ranks differ now, as after --local-bn.
+    # The ranks differ now, as after --local-bn, in a buffer that is not contiguous.
+    net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
 
@@ -382,10 +383,10 @@ class Lesson5NumberOfRanks(TestCase):
             assert_close(net, expected, f"(ranks, epochs until a stop): {runs}, {options}")
 
 
-# ---- The other guarantees: what is refused, printed and saved, and how the processes end
-# A new option that changes the net goes into OPTIONS, and its effect into plain_loop(). One that
-# changes printed numbers goes into test_all_printed_numbers_are_those_of_the_job(). For any other
-# write a test. Then leave it out of each call that passes it on, in turn: a test must fail.
+# ---- The other guarantees: what is refused, printed and saved
+# A new option goes into OPTIONS and plain_loop() (Lesson 5) if it changes the net, also into
+# test_all_printed_numbers_are_those_of_the_job() if it changes evaluation, and otherwise into a
+# test of its own. Then leave it out of each call that passes it on, in turn: a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -395,12 +396,12 @@ def be_rank(rank, world_size, port, options, replacements):
         "RANK": f"{rank}",
         "WORLD_SIZE": f"{world_size}",
         "LOCAL_RANK": f"{world_size - 1 - rank}",  # Reversed, so that mistaking it for RANK fails.
-        "LOCAL_WORLD_SIZE": f"{world_size}",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": f"{port}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # run_job() has made the store.
     }
     for name, function in replacements.items():
+        assert hasattr(ddp, name), f"nothing to replace: {name}"
         setattr(ddp, name, function)
     sys.argv = ["ddp_reference.py", *f"--timeout 60 {options}".split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
@@ -411,15 +412,14 @@ def be_rank(rank, world_size, port, options, replacements):
 def run_job(world_size, options="", **replacements):
     """Run a job on so many ranks: return what each rank printed.
 
-    replacements: functions by the names of those in ddp_reference.py that they replace. They are
-    pickled, so they must be at the top level. Raises mp.ProcessRaisedException if a rank raises.
+    replacements: functions by name, in place of those of ddp_reference.py. They are pickled, so
+    they must be at the top level. Raises mp.ProcessRaisedException if a rank raises.
     """
     # The ranks are forked from a process that has done the slow imports.
     mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
     # The port is opened here, because a store that opens its own listens on all networks.
     server = socket.create_server(("localhost", 0))
-    port = server.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, master_listen_fd=server.detach())
+    store = dist.TCPStore(*server.getsockname(), is_master=True, master_listen_fd=server.detach())
     arguments = world_size, store.port, options, replacements
     mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
     return [Path(f"rank{rank}").read_text() for rank in range(world_size)]
@@ -449,16 +449,11 @@ def run_edited(world_size, options, *edits, text=SOURCE):
 # A small job with four steps an epoch. If an option is given twice, the later one counts.
 SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
 
-# (options, pattern, old, new): two ranks run SMALL, `--epochs 3 --checkpoint ck` and these options,
-# edited. The job must end with a message of this pattern. The checkpoint ck, of a job that has
-# ended, must stay as it was, and no file `new` may be made.
 ADAM = "Adam(net.parameters()"
 BATCHES = "watched(train_loader, args.timeout)"
-ITEM = "self.dataset[index]"
 WRAP = "    model = DistributedDataParallel(net)"
-UNFREEZE = f"""    net[0].weight.requires_grad_(False)
-{WRAP}
-    net[0].weight.requires_grad_(True)"""
+# (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
+# this pattern, leave ck as it was, and make no file `new`.
 FAULTS = (
     ("--seed 9 --num-samples 60 --global-batch-size 24", r"seed=0, .*size=12, len.*=48, data="),
     ("--num-samples 6", "larger than the training set"),
@@ -469,11 +464,11 @@ FAULTS = (
     ("", "with optimizer Adam, parameters=", ADAM, "SGD(reversed([*net.parameters()])"),
     ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
     ("", "of a job with SUMS=.*accuracy", '"accuracy")', '"top1")'),
-    ("--checkpoint new", "an item differs", ITEM, f"(self.dataset.tensors[0].mul_(2), {ITEM})[1]"),
+    ("--checkpoint new", "an item differs", "dataset[index]", "dataset[index][0].mul_(2),"),
     ("--checkpoint new", "to .*new: .*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
     ("", r"not all find .*\(0, 0\).*\(2, 0\)", "= resume(path", "= resume(path + 'x' * rank"),
     ("--checkpoint new", "data.*'data=.*'data=", "length, args.seed)", "length, dist.get_rank())"),
-    ("--local-bn", r"nets differ .*\['0.weight[^,]*, '0.weight[^,]*\]", WRAP, UNFREEZE),
+    ("--local-bn", "nets differ .*0.weight", WRAP, f"{WRAP}; net[0].weight.data += rank"),
     ("", "nets differ .*1.running_var", "model.train()", "net[1].running_var += rank"),
     ("", r"needs DistributedDataParallel\(net\)", WRAP, "    model = net"),
     ("", "a batch must be tensors", BATCHES, "[{'x': 0}]"),
@@ -485,7 +480,7 @@ if GPUS > 1:  # On CPUs a subclass keeps what it adds.
     FAULTS += (("--checkpoint new", "cannot replace .*Own", "nn.BatchNorm1d(out_channels)", OWN),)
 
 
-def make_plain_task(args, device):
+def make_timed_task(args, device):
     """Return a task with uneven labels, random items in validation, and a net without BatchNorm."""
     time.perf_counter = iter(range(0, 99, 2)).__next__  # Each look at the clock takes two seconds.
     net = plain_net().to(device)
@@ -522,7 +517,8 @@ class OtherGuarantees(TestCase):
                 self.assertRaisesRegex(SystemExit, "^2$", msg=pattern),
             ):
                 ddp.main()
-            self.assertRegex(err.write.call_args[0][0], f"^.*: error: .*{pattern}.*\n$")
+            [((text,), _)] = err.write.call_args_list  # A usage would be a second one.
+            self.assertRegex(text, f"^.*: error: .*{pattern}.*\n$")
 
     def test_a_fault_ends_the_job_and_leaves_the_checkpoint(self):
         run_job(1, f"{SMALL} --checkpoint ck")
@@ -543,14 +539,14 @@ class OtherGuarantees(TestCase):
         profiled = """    with torch.profiler.profile() as profile:
         train(args, device)
     print([event.name for event in profile.events()])"""
-        # Reading a sample calls .item(), so both jobs read 84 samples (14 steps of 6, 6 of 14),
-        # which cancels out. Adam on a CPU also calls it, so this task uses SGD.
+        # Reading a sample calls .item(). Both jobs read 84, in 14 steps of 6 and 6 of 14, so they
+        # differ by what 8 steps call. Adam on a CPU also calls it, so this task uses SGD.
         edits = "    train(args, device)", profiled, ADAM, "SGD(net.parameters()"
         options = f"{SMALL} --num-samples 42 --micro-batch-size 2 --clip-grad-norm 1 --local-bn"
         of_14_steps, _ = run_edited(2, f"{options} --global-batch-size 6", *edits)
         of_6_steps, _ = run_edited(2, f"{options} --global-batch-size 14", *edits)
 
-        for operator, expected in (("c10d::", 16), ("aten::item", 0)):
+        for operator, expected in (("c10d::", 2 * 8), ("aten::item", 0)):
             of_8_steps = of_14_steps.count(operator) - of_6_steps.count(operator)
             self.assertEqual(of_8_steps, expected, operator)
 
@@ -559,18 +555,19 @@ class OtherGuarantees(TestCase):
 
         Batches without a label, --local-bn, and a text as state of the net are no errors.
         """
-        # Each micro-batch draws, as dropout does. Items do not seed, as if workers read them.
+        # Each micro-batch draws, as dropout does. Items do not seed (the call becomes a tuple), as
+        # if workers read them.
         draw = """        output = model(*inputs)
         assert output.dtype == torch.bfloat16, "--amp is ignored"
         if output.requires_grad:
             assert torch.randint(2**16, ()) != np.random.randint(2**16), "two draw alike"
             print("number", torch.rand(1, device=device).item())
-        return batch_sums(output, 0 * y - 100)"""
-        text = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
+        return batch_sums(output, 0 * y - 100"""
+        extra = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
         edits = (
-            *("        return batch_sums(model(*inputs), y)", draw),
+            *("        return batch_sums(model(*inputs), y", draw),
             *("seed_generators(self.seed", "(self.seed"),
-            *("(*layers[:-1])", f"(*layers[:-1])\n        {text}"),
+            *("(*layers[:-1])", f"(*layers[:-1])\n        {extra}"),
         )
         options = f"{SMALL} --micro-batch-size 3 --amp --checkpoint drawn --checkpoint-every 1"
         stop = "return 1", "return 1 if epochs_done < 1.3 else os._exit(0)"
@@ -581,8 +578,8 @@ class OtherGuarantees(TestCase):
         # 2 ranks make 8 steps of 2 micro-batches.
         assert len(set(drawn)) == len(drawn) == 32, f"not 32 different numbers: {drawn}"
 
-    def test_loader_workers_that_were_forked_would_see_the_epoch(self):
-        """The workers of a job are spawned, and see it anyway."""
+    def test_forked_loader_workers_would_see_the_epoch(self):
+        """Those of a job are spawned, and see it anyway."""
         assert ddp.SeededItems(range(2), seed=0).epoch.is_shared()
 
     def test_all_printed_numbers_are_those_of_the_job(self):
@@ -595,13 +592,13 @@ class OtherGuarantees(TestCase):
         os.symlink("target", "link")
         Path("target.tmp").write_text("half a file")
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
-        run_three = partial(run_job, 3, make_task=make_plain_task)
-        # The first run saves its own --lr, and ends before its first step.
+        run_three = partial(run_job, 3, make_task=make_timed_task)
+        # The first run saves --lr 1, which must not come back, and ends before its first step.
         run_three(f"{options} --lr 1", lr_factor=partial(stop_at, 0))
         assert os.path.exists("target"), "nothing was saved before the first step"
         run_three(options, lr_factor=partial(stop_at, 0.7))
 
-        printed = "".join(run_three(options))
+        printed = "".join(run_three(options))  # Only rank 0 may print.
 
         # An epoch takes two seconds. After the stop 24 samples are left of the first one.
         expected = f"""
@@ -637,20 +634,14 @@ def readme_programs():
     return texts
 
 
-def program_lines(name, world_size, options="", *edits):
-    """Return the lines that a program prints on so many ranks, but not its speed."""
-    lines, *_ = run_edited(world_size, options, *edits, text=readme_programs()[name])
-    return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", lines)
+def printed_by(name, world_size, options="", *edits):
+    """Return what rank 0 of a README program prints, without `ddp on` and speeds."""
+    printed, *_ = run_edited(world_size, options, *edits, text=readme_programs()[name])
+    return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", printed)
 
 
 # (row, world sizes, old, new): many.py, edited, ends with the numbers of this row of the README's
 # table on so many ranks.
-WITH_RANDOM_ITEMS = """class Random(ddp.SyntheticDataset):
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return x * 4 * torch.rand(()), y
-
-train_set = Random("""
 ROWS = (
     (1, (2,), " // world_size", ""),
     (2, (2,), "= cross_entropy(model(", "= cross_entropy(model.module("),
@@ -659,7 +650,8 @@ ROWS = (
     (5, (2,), "    dist.all_reduce(num_correct)", "    pass"),
     (6, (1, 2, 4), "in loader:", "in loader:\n        y[x[:, 0, 0] > 0, 4:] = -100"),
     (7, (1, 2, 4), "torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()"),
-    (8, (1, 2, 4), "train_set = ddp.SyntheticDataset(", WITH_RANDOM_ITEMS),
+    # These are the numbers that __getitem__ would draw.
+    (8, (1, 2, 4), "in loader:", "in loader:\n        x *= 4 * torch.rand(len(x), 1, 1)"),
     (10, (2,), "DistributedSampler(train_set)", "DistributedSampler(train_set, seed=rank)"),
 )
 
@@ -696,16 +688,16 @@ class ReadmePrograms(TestCase):
         assert_close(printed, shown, "A number is not the README's.", tolerance=0.005)
 
     def test_programs_print_the_same_on_one_process_and_on_two(self):
-        one = program_lines("one.py", 1)
+        one = printed_by("one.py", 1)
         for name in ("many.py", "dp.py"):
-            self.assertEqual(program_lines(name, 2), one, name)
+            self.assertEqual(printed_by(name, 2), one, name)
         options = "--epochs 3 --lr 0.1"
-        self.assertEqual(*(program_lines("my_job.py", ranks, options) for ranks in (1, 2)))
+        self.assertEqual(*(printed_by("my_job.py", ranks, options) for ranks in (1, 2)))
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
             # The last number, such as 0.9800, stands before the end of the line.
-            numbers = [program_lines("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
+            numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
             shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
             self.assertIn(f" {', '.join(numbers)}", shown)
 
@@ -717,16 +709,17 @@ class ReadmePrograms(TestCase):
                     np.save(name, array)
                     tar.add(name, f"{index}.{name}")
         options = f"{SMALL} --shards a.tar --val-shards a.tar"
-        texts = program_lines("shards.py", 2, options), run_job(2, SMALL)[0]
+        texts = printed_by("shards.py", 2, options), run_job(2, SMALL)[0]
         self.assertEqual(*(re.findall(r" loss \S+ accuracy \S+", text) for text in texts))
 
-        intact, cut_off = path.read_bytes(), path.read_bytes()[: 15 * 5120]
+        intact = path.read_bytes()
+        cut_off = intact[: 15 * 5120]  # after 15 of 48 samples
         link = tarfile.TarInfo("48.x.npy")
         link.type = tarfile.SYMTYPE
         for content in cut_off, cut_off + b"?" * 2000, link.tobuf() + intact:
             path.write_bytes(content)
             with self.assertRaisesRegex(mp.ProcessRaisedException, "a.tar is damaged or lacks"):
-                program_lines("shards.py", 1, options)
+                printed_by("shards.py", 1, options)
 
 
 # ---- The processes
@@ -764,7 +757,7 @@ SLOW_PROGRAMS = {
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
     # The momentum is lost over the kill, which comes between a save and its line. (Of 2 to 4 only 2
-    # divides 22, so check makes fewer runs.)
+    # divides 22. Only the killed run has --checkpoint-every, so only this one pauses.)
     "forgetful": (
         f"-m test_ddp_reference check {FORGETFUL}",
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -804,6 +797,7 @@ class TheProcesses(TestCase):
         printed, of_rank_1 = run_edited(
             2,
             f"{SMALL} --epochs 1 --num-samples 12",
+            # print() takes over what follows in this call, "rank == 0)".
             "faulthandler.dump_traceback_later(timeout + 3 / (rank + 1), exit=",
             'print("started", timeout + 3 / (rank + 1), ',
             "faulthandler.cancel_dump_traceback_later()",
@@ -846,8 +840,8 @@ class TheProcesses(TestCase):
         end = "epoch 0 | loss 0.4000 | 9.0 samples/s\nepoch 1 | 2/4 | loss 0.3000\n"
         one, resuming = start + step + end, "resuming ck at epoch 0/2, sample 2\n"
         for two, resumed, message in (
-            (one, resuming + step + end, None),
             (one.replace("0.5000", "0.5006"), "", "from the first step on"),
+            (one.replace("0.5000", "0.5005"), resuming + step + end, None),
             (one.replace("0.3000", "nan"), "", "only after some steps"),
             (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
             (start + end, "", "only after some steps"),
@@ -857,7 +851,9 @@ class TheProcesses(TestCase):
         ):
             runs = mock.Mock(side_effect=(one, two, start, resumed))
             with mock.patch("sys.stdout"):
-                self.assertIn(str(message), str(check(["my_job.py"], runs)))
+                self.assertIn(str(message), str(check(["my_job.py"], runs)))  # None: all equal.
+        with self.assertRaisesRegex(SystemExit, "the job failed"):
+            run_for_check(1, ["-c", "exit(1)"], "ck")
 
 
 # ---- bash run.sh check
@@ -872,17 +868,18 @@ otherwise look at how losses and gradients are averaged, or at evaluation if onl
 def run_for_check(world_size, job, path, kill_at=None, show=False):
     """Return what a job prints until it ends, or is killed at the line that contains kill_at.
 
-    job: the program and its options. path: of its checkpoint. show: print the line of each epoch,
-    too. If the job fails, this program ends.
+    job: the program and its options. path: of its checkpoint. show: print all but the lines of
+    steps, too. If the job fails, this program ends.
     """
-    # A later option counts, so the job's own --checkpoint stays untouched.
-    own = f"--nproc-per-node {world_size} --log-every 1 --checkpoint".split()
+    # A later option counts, so the job's --checkpoint stays untouched.
+    ours = f"--nproc-per-node {world_size} --log-every 1 --checkpoint".split()
     process = Popen(
-        [sys.executable, *job, *own, path],
+        [sys.executable, *job, *ours, path],
         text=True,
         stdout=PIPE,
         preexec_fn=ddp.end_with_parent,
-        env={**os.environ, "TMPDIR": os.path.dirname(path)},  # A killed job leaves files there.
+        # A killed job leaves files in TMPDIR. TF32, of NVIDIA's libraries, rounds more.
+        env={**os.environ, "TMPDIR": os.path.dirname(path), "NVIDIA_TF32_OVERRIDE": "0"},
     )
     printed = ""
     try:
@@ -917,7 +914,7 @@ def compare(name, printed, one, tolerance):
     for place in places[places.index(next(iter(means))) :]:  # A resumed run begins later.
         # A place that one of them lacks is inf apart.
         difference = means.get(place, np.inf) - expected.get(place, np.inf)
-        apart[place] = np.abs(difference).max(initial=0)
+        apart[place] = np.abs(difference).max(initial=0).round(6)
     first = next((place for place in apart if apart[place] > tolerance), None)
     note = f" (first {apart[first]:.4f} at {first})" if first else ""
     speeds = [float(re.findall(r"([\d.]+) samples/s", text)[-1]) for text in (printed, one)]
@@ -938,8 +935,8 @@ def check(arguments, run=run_for_check):
     """
     usage = "bash run.sh check [--tolerance T] [JOB.py] [options of the job]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
-    tolerance = "how far apart two printed means may be (default: %(default)s)"
-    parser.add_argument("--tolerance", type=float, default=0.0005, metavar="T", help=tolerance)
+    text = "how far apart two printed means may be (default: %(default)s)"
+    parser.add_argument("--tolerance", type=float, default=0.0005, metavar="T", help=text)
     args, job = parser.parse_known_args(arguments)
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
