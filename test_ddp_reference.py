@@ -841,7 +841,7 @@ class TheProcesses(TestCase):
         one, resuming = start + step + end, "resuming ck at epoch 0/2, sample 2\n"
         for two, resumed, message in (
             (one.replace("0.5000", "0.5006"), "", "from the first step on"),
-            (one.replace("0.5000", "0.5005"), resuming + step + end, None),
+            (one.replace("0.3000", "0.3005"), resuming + step + end, None),
             (one.replace("0.3000", "nan"), "", "only after some steps"),
             (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
             (start + end, "", "only after some steps"),
