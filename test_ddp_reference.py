@@ -9,8 +9,8 @@ the whole batch. Read the docstring of ddp_reference.py before them, because it 
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
-last lines of the failure, and undo the change. Lessons 1 to 5 begin with one rank, so if two ranks
-fail, one has passed. None of their faults ends a job with an error: only a comparison shows them.
+last lines of the failure (of one rank), and undo the change. In Lessons 1 to 5 one rank is tried
+first, and passes. None of their faults ends a job with an error: only a comparison shows them.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -76,7 +76,7 @@ def setUpModule():
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# (run_job(), below Lesson 5, starts the ranks, which call add_up_integers() in place of train().)
+# (run_job(), below Lesson 5, starts ranks. Their run_rank() calls this in place of train().)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file.
 # Then each rank keeps its own list. Of two ranks only rank 1 has a right sum, its first.
@@ -112,12 +112,12 @@ class Lesson0Machine(TestCase):
 # 1 to 4 ranks step k must have the same 12 samples: the k-th 12 of PyTorch's order for one rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler.
-# Then all ranks read the samples of rank 0. The message for two ranks shows each sample twice, and
-# half of them are missing.
+# Then all ranks read the samples of rank 0. The message for two ranks has half of the samples, each
+# twice, and not the rest.
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it: in row 10 of the README's table the accuracy is 0.9812, not 0.9800.
+# hardly shows it: its accuracy is 0.9812, not 0.9800 (row 10 of the README's faults).
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -172,14 +172,14 @@ def net_with_batch_norm():
 # Read train_step() first. A step must move the net as one process with the whole batch would, even
 # if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
-# (7 + 3) / 2 = 5. So each rank adds up the gradient of its sum of losses, 7 or 9, over parts of its
-# share (micro-batches). DDP averages the two into the gradient of 8. Then train_step() multiplies
-# it by 2 ranks and divides it by 4 labels, which gives the gradient of the mean, 4.
+# (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9, part by part (in
+# micro-batches). DDP averages the two into the gradient of 8. Then train_step() multiplies it by
+# the 2 ranks and divides it by the 4 labels, which gives the gradient of the mean, 4.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
 # 130 labels. What does each label weigh?
-# Then DDP averages the ranks' means: 1/280 or 1/260, not 1/270. Yet their nets agree.
+# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. Yet the nets agree.
 #
 # Or replace `dist.get_world_size()` by 1 in train_step().
 # Then two ranks move each parameter only half as far.
@@ -216,8 +216,8 @@ class Lesson2Step(TestCase):
 # own losses and labels, and one all-reduce after the loop adds up all ranks' sums. A collective in
 # the loop could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
-# All ranks must evaluate the net of rank 0, because that one is saved. BatchNorm evaluates with
-# running means and variances, and with --local-bn each rank has its own. So evaluate() first
+# All ranks must evaluate the net of rank 0, because it is saved. BatchNorm evaluates with running
+# means and variances, and with --local-bn (Lesson 4) each rank has its own. So evaluate() first
 # broadcasts those of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate().
@@ -225,7 +225,7 @@ class Lesson2Step(TestCase):
 # only that of rank 0.
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`.
-# Then each rank uses its own statistics. All ranks still return the same wrong loss, so comparing
+# Then each rank uses its own statistics. The all-reduce gives all the same wrong loss, so comparing
 # ranks would not show it.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
@@ -260,13 +260,13 @@ class Lesson3Evaluation(TestCase):
 
 # ---- Lesson 4: BatchNorm over the job (convert_batch_norm)
 # Read chapter 8 first. A BatchNorm layer normalizes by the mean and variance of what it sees. Let
-# rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With DDP alone, rank 0 gets -1 and
+# rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With --local-bn rank 0 gets -1 and
 # 1. After convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its
 # own results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
-# parameters. So AllGather.backward() sends each rank all ranks' gradients of its own values, and
+# parameters. So in AllGather.backward() each rank gets all ranks' gradients for its values, and
 # adds them up.
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
@@ -280,7 +280,7 @@ class Lesson3Evaluation(TestCase):
 #
 # Or put `/ dist.get_world_size()` after what it returns.
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks, parameters before the last BatchNorm move half as far, so 0.bias, which was 0, is halved.
+# ranks, parameters before the last BatchNorm move half as far: 0.bias begins at 0 and is halved.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -289,14 +289,14 @@ class Lesson4BatchNorm(TestCase):
 
 
 # ---- Lesson 5: the number of ranks, and stops (train)
-# Read train() and plain_loop() first. The loop is one process in plain PyTorch, which computes each
-# batch as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels
-# and two learning rates must end with the same net on any number of ranks, even if killed and
-# resumed on others, and in micro-batches (without BatchNorm, see Lesson 4). It does, because
+# Read train() and plain_loop() first. The loop is plain PyTorch in one process, computes each batch
+# as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels and two
+# learning rates must end with the loop's net on any number of ranks, even if killed and resumed on
+# another, and in micro-batches (without BatchNorm, see Lesson 4). It does, because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
-# - the learning rate follows from the samples that were read, and not from the steps of a run,
-# - the checkpoint holds the rest: the net, the optimizer with its momentum, and the samples read.
+# - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
+# - the checkpoint holds the rest: the net, the optimizer with its momentum, and these two.
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). (The data are 47 samples.)
 # Then the batch grows with the ranks: two make one step of 24 in an epoch, not three of 12.
