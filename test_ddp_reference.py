@@ -559,6 +559,7 @@ class OtherGuarantees(TestCase):
         # if workers read them.
         draw = """        output = model(*inputs)
         assert output.dtype == torch.bfloat16, "--amp is ignored"
+        assert len(output) <= 3, "--micro-batch-size is ignored"
         if output.requires_grad:
             assert torch.randint(2**16, ()) != np.random.randint(2**16), "two draw alike"
             print("number", torch.rand(1, device=device).item())
