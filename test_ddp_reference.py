@@ -827,35 +827,6 @@ class TheProcesses(TestCase):
         assert "networks lo lo workers by spawn\n" in out, out
         self.assertRegex(out, "resuming .* at epoch 1/2, sample 24")
 
-    def test_check_finds_what_only_a_kill_shows(self):
-        out, err = wait_for("forgetful", status=1)
-
-        self.assertIn("the checkpoint lacks some state", err)
-        self.assertRegex(out, r"\n2 processes: 0\.000\d apart ")
-        self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 0.*epoch")
-
-    def test_check_tells_when_runs_begin_to_differ(self):
-        """The runs are texts here: of one process, of two, until the kill, and after it."""
-        start = "global batch size 2\nepoch 0 | 2/4 | loss 0.5000\n"
-        step = "epoch 0 | 4/4 | loss 0.4000\n"
-        end = "epoch 0 | loss 0.4000 | 9.0 samples/s\nepoch 1 | 2/4 | loss 0.3000\n"
-        one, resuming = start + step + end, "resuming ck at epoch 0/2, sample 2\n"
-        for two, resumed, message in (
-            (one.replace("0.5000", "0.5006"), "", "from the first step on"),
-            (one.replace("0.3000", "0.3005"), resuming + step + end, None),
-            (one.replace("0.3000", "nan"), "", "only after some steps"),
-            (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
-            (start + end, "", "only after some steps"),
-            (one, one, "no step followed"),
-            (one, resuming, "no step followed"),
-            (one, resuming + step + end.replace("0.3000", "0.3006"), "only after the kill"),
-        ):
-            runs = mock.Mock(side_effect=(one, two, start, resumed))
-            with mock.patch("sys.stdout"):
-                self.assertIn(str(message), str(check(["my_job.py"], runs)))  # None: all equal.
-        with self.assertRaisesRegex(SystemExit, "the job failed"):
-            run_for_check(1, ["-c", "exit(1)"], "ck")
-
 
 # ---- bash run.sh check
 FROM_THE_FIRST_STEP = """from the first step on: look at
@@ -973,8 +944,39 @@ def check(arguments, run=run_for_check):
     print(f"All results are equal within the tolerance of {args.tolerance}.")
 
 
+class TheCheck(TestCase):
+    def test_check_finds_what_only_a_kill_shows(self):
+        out, err = wait_for("forgetful", status=1)
+
+        self.assertIn("the checkpoint lacks some state", err)
+        self.assertRegex(out, r"\n2 processes: 0\.000\d apart ")
+        self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 0.*epoch")
+
+    def test_check_tells_when_runs_begin_to_differ(self):
+        """The runs are texts here: of one process, of two, until the kill, and after it."""
+        start = "global batch size 2\nepoch 0 | 2/4 | loss 0.5000\n"
+        step = "epoch 0 | 4/4 | loss 0.4000\n"
+        end = "epoch 0 | loss 0.4000 | 9.0 samples/s\nepoch 1 | 2/4 | loss 0.3000\n"
+        one, resuming = start + step + end, "resuming ck at epoch 0/2, sample 2\n"
+        for two, resumed, message in (
+            (one.replace("0.5000", "0.5006"), "", "from the first step on"),
+            (one.replace("0.3000", "0.3005"), resuming + step + end, None),  # just within
+            (one.replace("0.3000", "nan"), "", "only after some steps"),
+            (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
+            (start + end, "", "only after some steps"),
+            (one, one, "no step followed"),
+            (one, resuming, "no step followed"),
+            (one, resuming + step + end.replace("0.3000", "0.3006"), "only after the kill"),
+        ):
+            runs = mock.Mock(side_effect=(one, two, start, resumed))
+            with mock.patch("sys.stdout"):
+                self.assertIn(str(message), str(check(["my_job.py"], runs)))  # None: all equal.
+        with self.assertRaisesRegex(SystemExit, "the job failed"):
+            run_for_check(1, ["-c", "exit(1)"], "ck")
+
+
 def main():
-    """Run the tests, and end with `N passed, N failed, N skipped`. Or do another command."""
+    """Do `check` or `programs`, or run the tests, which end with N passed, N failed, N skipped."""
     if sys.argv[1:] == ["programs"]:
         for name, text in readme_programs().items():
             if not os.path.exists(name):
