@@ -10,7 +10,7 @@ the whole batch. Read the docstring of ddp_reference.py before them, because it 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
 last lines of the failure (of one rank), and undo the change. In Lessons 1 to 5 one rank is tried
-first, and passes. Their faults end no job with an error: only a comparison shows them.
+first, and passes. A real job with one of their faults ends as if all were well.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -79,11 +79,11 @@ def setUpModule():
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 # (run_job(), below Lesson 5, starts ranks. Their run_rank() calls this in place of train().)
 #
-# To break it, leave out `dist.all_reduce(total)` below, in this file.
-# Then each rank keeps its own list. Of two ranks only rank 1 has a right sum, its first.
+# To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
+# Then each of two ranks keeps its own list: all of rank 0, and on rank 1 all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then the call of rank 1 pairs with this one of rank 0, so its sums lack the list of rank 0.
+# Then rank 1 does, because its call pairs with this one, which adds zeros. Rank 0 is left waiting.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -110,15 +110,14 @@ class Lesson0Machine(TestCase):
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Read DistributedSampler first. A sampler is told its rank, so here one process plays all ranks. On
-# 1 to 4 ranks step k must have the same 12 samples: the k-th 12 of PyTorch's order for one rank.
+# 1 to 4 ranks step k must have the k-th 12 samples of PyTorch's order for one rank.
 #
-# To break it, leave out `+ self.rank` in DistributedSampler.
-# Then all ranks read the samples of rank 0. The message for two ranks has half of the samples, each
-# twice, and not the rest.
+# To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
+# Then both read the samples of rank 0: half of the samples, each twice, and not the rest.
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it: in row 10 of the README's faults, its accuracy is 0.9812, not 0.9800.
+# hardly shows it (row 10 of the README's faults).
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -148,7 +147,7 @@ def assert_close(actual, expected, what, tolerance=2e-5):
 
 
 class Ragged(ddp.SyntheticDataset):
-    """Signals of length 40. The first 0, 10, 20, 30 or 40 labels of each are -100: ignored."""
+    """Signals of length 40. In turn the first 0, 10, 20, 30 or 40 labels are -100: ignored."""
 
     def __init__(self, num_samples):
         super().__init__(num_samples, length=40, seed=0)
@@ -175,7 +174,7 @@ def net_with_batch_norm():
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
 # (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9, part by part (in
 # micro-batches). DDP averages these into that of 8. Then train_step() multiplies it by the 2 ranks
-# and divides it by the 4 labels, which gives the gradient of the mean, 4.
+# and divides it by the 4 labels, which an all-reduce has counted. That is the gradient of the mean.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
@@ -183,9 +182,9 @@ def net_with_batch_norm():
 # Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. Yet the ranks' nets agree.
 #
 # Or replace `dist.get_world_size()` by 1 in train_step().
-# Then two ranks take only half of each step.
+# Then two ranks move only half as far.
 def compare_step(make_net, micro_batch_size, args, device):
-    """On a rank: train on its share of a batch, and compare with one process that has the batch."""
+    """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
     expected = make_net()
     F.cross_entropy(expected(x), y).backward()
@@ -221,7 +220,7 @@ class Lesson2Step(TestCase):
 # means and variances, and with --local-bn (Lesson 4) each rank has its own. So evaluate() first
 # broadcasts those of rank 0.
 #
-# To break it, leave out `dist.all_reduce(total)` in evaluate().
+# To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
 # Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
 # only that of rank 0.
 #
@@ -237,12 +236,12 @@ def loss_and_accuracy(net, dataset):
 
 
 def compare_evaluation(num_samples, args, device):
-    """On a rank: evaluate its share of the samples, and compare with one process that has all."""
+    """On a rank: evaluate its share of the samples, and compare with one process."""
     expected = loss_and_accuracy(net_with_batch_norm(), Ragged(num_samples))
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_batch_norm().to(device)
-    # The ranks differ, as after --local-bn, and rank 0 keeps its 0. The buffer is a strided one.
+    # The ranks' means differ, as after --local-bn. That of rank 0 stays 0. They are strided.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
@@ -274,13 +273,13 @@ class Lesson3Evaluation(TestCase):
 # GPUs: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson4`.)
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
-# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`.
+# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Do the ranks agree?
 # Then each rank's values lack the gradient of the other's loss. DDP still averages, so the two nets
 # agree with each other, and both are wrong.
 #
-# Or put `/ dist.get_world_size()` after what it returns.
+# Or put `/ dist.get_world_size()` after what it returns. How far does 0.bias move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks, parameters before the last BatchNorm move half as far: 0.bias begins at 0 and is halved.
+# ranks, parameters before the last BatchNorm move half as far: 0.bias is off by half.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -298,10 +297,11 @@ class Lesson4BatchNorm(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, leave out `// dist.get_world_size()` in make_loaders(). (There are 47 samples.)
-# Then the batch grows with the ranks: two make one step of 24 in an epoch, not three of 12.
+# To break it, leave out `// dist.get_world_size()` in make_loaders(). How many steps do two ranks
+# make of 47 samples in an epoch?
+# Then the batch grows with the ranks: two make one step of 24, not three of 12.
 #
-# Or let train() call `resume(path, identity, {"net": net})`.
+# Or let train() call `resume(path, identity, {"net": net})`. Which of the jobs below fail?
 # Then the momentum is lost, and only a job that was stopped ends with a different net.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
@@ -834,8 +834,9 @@ FROM_THE_FIRST_STEP = """from the first step on: look at
 the samples and their order, the batch size, random numbers (dropout), BatchNorm, and a loss or
 collate function that knows its rank"""
 LATER = """only after some steps: if float64
-ends this (net.double() and such inputs in make_task, and no --amp), it is rounding that grows;
-otherwise look at how losses and gradients are averaged, or at evaluation if only epochs differ"""
+ends this (net.double() and such inputs in make_task, and no --amp), it is rounding that grows, with
+Adam perhaps by a bias before BatchNorm; otherwise look at how losses and gradients are averaged, or
+at evaluation if only epochs differ"""
 
 
 def run_for_check(world_size, job, path, kill_at=None, show=False):
@@ -928,9 +929,9 @@ def check(arguments, run=run_for_check):
             printed = run(count, job, f"{folder}/{count}")
             differing.append(compare(f"{count} processes", printed, one, args.tolerance))
 
-        changes = "The number of processes changes this job"
         if any(differing):
-            return f"{changes} {FROM_THE_FIRST_STEP if steps[0] in differing else LATER}."
+            where = FROM_THE_FIRST_STEP if steps[0] in differing else LATER
+            return f"The number of processes changes this job {where}."
 
         job += ["--checkpoint-every", "1"]
         run(counts[-1], job, f"{folder}/killed", kill_at=f"{steps[len(steps) // 2]} |")
@@ -941,7 +942,7 @@ def check(arguments, run=run_for_check):
             return "check: no step followed the kill: does the job save? Or raise --epochs"
         name = f"over a kill ({counts[-1]} processes, then {other} from {start[1]})"
         if compare(name, printed, one, args.tolerance):
-            return f"{changes} only after the kill: the checkpoint lacks some state."
+            return "Only the resumed job differs: the checkpoint lacks some state."
     print(f"All results are equal within the tolerance of {args.tolerance}.")
 
 
@@ -967,7 +968,7 @@ class TheCheck(TestCase):
             (start + end, "", "only after some steps"),
             (one, one, "no step followed"),
             (one, resuming, "no step followed"),
-            (one, resuming + step + end.replace("0.3000", "0.3006"), "only after the kill"),
+            (one, resuming + step + end.replace("0.3000", "0.3006"), "the checkpoint lacks"),
         ):
             runs = mock.Mock(side_effect=(one, two, start, resumed))
             with mock.patch("sys.stdout"):
