@@ -82,7 +82,7 @@ def batch_sums(output, y):
     """Return the SUMS of a batch: float64 (len(SUMS),).
 
     output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. Sums of batches can be
-    added up. Means cannot, because batches have unequally many labels.
+    added up. Means cannot, because the numbers of labels differ.
     """
     loss = F.cross_entropy(output.float(), y, reduction="sum")
     predicted = output.max(dim=1).indices  # argmax() is slower on a CPU.
@@ -200,7 +200,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     """Take one optimizer step from this rank's share of the global batch.
 
     The gradient is that of the mean loss over all labels of the global batch. Ranks must have
-    equally many samples, and compute them in micro-batches. Returns batch_sums() of the global
+    shares of equal size, and compute them in micro-batches. Returns batch_sums() of the global
     batch. It seldom waits for the GPU, except in nn.SyncBatchNorm. Raises TypeError unless model is
     a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
@@ -243,7 +243,7 @@ def evaluate(net, batches, amp=False):
         dist.broadcast(buffer, src=0)  # RANKS MEET
     net.eval()
     total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
-    for batch in batches:  # Ranks may have unequally many, so here is no collective.
+    for batch in batches:  # Their number may differ by rank, so here is no collective.
         total += forward(net, batch, amp)
     dist.all_reduce(total)  # RANKS MEET
     return total
