@@ -116,8 +116,7 @@ class Lesson0Machine(TestCase):
 # Then both read the samples of rank 0: half of the samples, each twice, and not the rest.
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
-# Then each rank has an order of its own, so some samples are read twice, and others never. A job
-# hardly shows it (row 10 of the README's faults).
+# Then each rank has an order of its own, so some samples are read twice, and others never.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -174,15 +173,15 @@ def net_with_batch_norm():
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
 # (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9, part by part (in
 # micro-batches). DDP averages these into that of 8. Then train_step() multiplies it by the 2 ranks
-# and divides it by the 4 labels, which an all-reduce has counted. That is the gradient of the mean.
+# and divides it by the 4 labels, which an all-reduce has counted.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
 # 130 labels. What does each label weigh?
-# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. Yet the ranks' nets agree.
+# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270.
 #
-# Or replace `dist.get_world_size()` by 1 in train_step().
-# Then two ranks move only half as far.
+# Or replace `dist.get_world_size()` by 1 in train_step(). How far do two ranks move?
+# Then they move half as far: a relative difference of 0.5.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
@@ -198,8 +197,9 @@ def compare_step(make_net, micro_batch_size, args, device):
     model = ddp.DistributedDataParallel(net)
     ddp.train_step(model, optimizer, (x[rank::world_size], y[rank::world_size]), micro_batch_size)
 
-    what = f"Rank {rank} of {world_size} has a different net from one process ({micro_batch_size=})"
-    assert_close(net.state_dict(), expected.state_dict(), what)
+    for name, start in make_net().state_dict().items():
+        moves = (end.state_dict()[name].cpu() - start for end in (net, expected))
+        assert_close(*moves, f"{name} of rank {rank} of {world_size} ({micro_batch_size=})")
     print("equal")
 
 
@@ -241,7 +241,7 @@ def compare_evaluation(num_samples, args, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_batch_norm().to(device)
-    # The ranks' means differ, as after --local-bn. That of rank 0 stays 0. They are strided.
+    # The running means differ by rank, as after --local-bn (rank 0: 0), and are strided.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
@@ -277,9 +277,9 @@ class Lesson3Evaluation(TestCase):
 # Then each rank's values lack the gradient of the other's loss. DDP still averages, so the two nets
 # agree with each other, and both are wrong.
 #
-# Or put `/ dist.get_world_size()` after what it returns. How far does 0.bias move?
+# Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks, parameters before the last BatchNorm move half as far: 0.bias is off by half.
+# ranks, parameters before the last BatchNorm move half as far.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -297,12 +297,12 @@ class Lesson4BatchNorm(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, leave out `// dist.get_world_size()` in make_loaders(). How many steps do two ranks
-# make of 47 samples in an epoch?
-# Then the batch grows with the ranks: two make one step of 24, not three of 12.
+# To break it, leave out `// dist.get_world_size()` in make_loaders(). How many batches of
+# 12 do two ranks make of 47 samples?
+# Then the batch grows with the ranks: two make one of 24, not three of 12.
 #
-# Or let train() call `resume(path, identity, {"net": net})`. Which of the jobs below fail?
-# Then the momentum is lost, and only a job that was stopped ends with a different net.
+# Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
+# Then the momentum is lost, so only those that were stopped. (The test ends at the first.)
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
