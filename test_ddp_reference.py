@@ -80,10 +80,10 @@ def setUpModule():
 # (run_job(), below Lesson 5, starts ranks. Their run_rank() calls this in place of train().)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
-# Then each of two ranks keeps its own list: all of rank 0, and on rank 1 all but the first.
+# Then each rank keeps its own list: on rank 0 all are wrong, on rank 1 all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then rank 1 does, because its call pairs with this one, which adds zeros. Rank 0 is left waiting.
+# Then rank 1 does: its call pairs with the new one, which adds zeros. Rank 0 is left waiting.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -113,7 +113,7 @@ class Lesson0Machine(TestCase):
 # 1 to 4 ranks step k must have the k-th 12 samples of PyTorch's order for one rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
-# Then both read the samples of rank 0: half of the samples, each twice, and not the rest.
+# Then both read the samples of rank 0: half of the samples, each twice.
 #
 # Or put `+ self.rank` after `self.seed + self.epoch` there.
 # Then each rank has an order of its own, so some samples are read twice, and others never.
@@ -273,9 +273,9 @@ class Lesson3Evaluation(TestCase):
 # GPUs: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson4`.)
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
-# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Do the ranks agree?
+# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Are the nets of two ranks equal?
 # Then each rank's values lack the gradient of the other's loss. DDP still averages, so the two nets
-# agree with each other, and both are wrong.
+# are equal, and both are wrong.
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
@@ -297,9 +297,9 @@ class Lesson4BatchNorm(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, leave out `// dist.get_world_size()` in make_loaders(). How many batches of
-# 12 do two ranks make of 47 samples?
-# Then the batch grows with the ranks: two make one of 24, not three of 12.
+# To break it, leave out `// dist.get_world_size()` in make_loaders(). One rank makes
+# three steps of 12 samples. How many do two ranks make of the 47?
+# Then the batch grows with the ranks: two make one step, of 24.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then the momentum is lost, so only those that were stopped. (The test ends at the first.)
