@@ -83,7 +83,7 @@ def setUpModule():
 # Then each rank keeps its own list: on rank 0 all are wrong, on rank 1 all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then rank 1 does: its call pairs with the new one, which adds zeros. Rank 0 is left waiting.
+# Then rank 1 does: its call pairs with the new one, which adds zeros. Rank 0 waits until killed.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -115,7 +115,7 @@ class Lesson0Machine(TestCase):
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read the samples of rank 0: half of the samples, each twice.
 #
-# Or put `+ self.rank` after `self.seed + self.epoch` there.
+# Or put `+ self.rank` after `self.seed + self.epoch` there. Is each sample read once?
 # Then each rank has an order of its own, so some samples are read twice, and others never.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
@@ -224,9 +224,8 @@ class Lesson2Step(TestCase):
 # Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
 # only that of rank 0.
 #
-# Or replace `dist.broadcast(buffer, src=0)` by `pass`.
-# Then each rank uses its own statistics. The all-reduce gives all the same wrong loss, so comparing
-# ranks would not show it.
+# Or replace `dist.broadcast(buffer, src=0)` by `pass`. Do the ranks agree?
+# Then each rank uses its own statistics, but the all-reduce gives all the same loss, a wrong one.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -241,7 +240,7 @@ def compare_evaluation(num_samples, args, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_batch_norm().to(device)
-    # The running means differ by rank, as after --local-bn (rank 0: 0), and are strided.
+    # As after --local-bn the running means differ: each is its rank. They are strided, too.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
@@ -288,8 +287,8 @@ class Lesson4BatchNorm(TestCase):
 
 
 # ---- Lesson 5: the number of ranks, and stops (train)
-# Read train() first. plain_loop(), below, is plain PyTorch in one process, computes each batch as a
-# whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels and two
+# Read chapter 4 first. plain_loop(), below, is plain PyTorch in one process. It computes each batch
+# as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels and two
 # learning rates must end with the loop's net on any number of ranks, even if killed and resumed on
 # another, and in micro-batches (without BatchNorm, see Lesson 4). It does, because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
