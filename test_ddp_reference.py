@@ -687,7 +687,8 @@ class ReadmePrograms(TestCase):
         kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
         self.assertIn(f"ddp on {kind}, global batch size 240, torch ", out)
         printed, shown = (read_means(text)["epoch 5"] for text in (out, README.read_text()))
-        assert_close(printed, shown, "A number is not the README's.", tolerance=0.0001)
+        # A GPU, or another PyTorch, may round otherwise.
+        assert_close(printed, shown, "A number is not the README's.", tolerance=0.001)
 
     def test_programs_print_the_same_on_one_process_and_on_two(self):
         one = printed_by("one.py", 1)
