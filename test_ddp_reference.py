@@ -109,7 +109,7 @@ class Lesson0Machine(TestCase):
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # Read DistributedSampler first. A sampler is told its rank, so here one process plays all ranks. On
-# 1 to 4 ranks step k must have the k-th 12 samples of PyTorch's order for one rank.
+# 1 to 4 ranks a step must have the 12 samples that PyTorch's sampler gives to a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read the samples of rank 0: half of the samples, each twice.
@@ -180,7 +180,7 @@ def net_with_batch_norm():
 # Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. The net ends 0.0005 off.
 #
 # Or let train_step() call `forward(model.module, micro_batch, amp)`. What does `bash run.sh` say?
-# Then nothing passes through DDP, so it averages no gradients, and the ranks' nets differ.
+# Then DDP averages no gradients, so the nets differ, as check_copies() says after epoch 0.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
@@ -268,8 +268,8 @@ class Lesson3Evaluation(TestCase):
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Does `bash run.sh` find unequal nets?
-# Then each rank's values lack the gradient of the other's loss. DDP still averages, so the two nets
-# are equal, and both are wrong.
+# Then values lack the gradient of the other rank's loss. DDP still averages, so the two nets are
+# equal, and both are wrong, without an error.
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
@@ -292,7 +292,7 @@ class Lesson4BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
 # an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then the batch grows with the ranks: two steps, of 480 samples.
+# Then two. Each reads 480 samples, though the lines count only 240.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then the momentum is lost, so only those that were stopped. (The test ends at the first.)
