@@ -60,7 +60,7 @@ class SyntheticDataset(TensorDataset):
 
     def __init__(self, num_samples, length, seed):
         x = torch.randn(num_samples, 3, length, generator=torch.Generator().manual_seed(seed))
-        super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(dim=1).indices)
+        super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(1).indices)
 
 
 class ConvNet(nn.Sequential):
@@ -85,7 +85,7 @@ def batch_sums(output, y):
     added up. Means cannot, because the numbers of labels differ.
     """
     loss = F.cross_entropy(output.float(), y, reduction="sum")
-    predicted = output.max(dim=1).indices  # argmax() is slower on a CPU.
+    predicted = output.max(1).indices  # argmax() is slower on a CPU.
     return torch.stack([(y != -100).sum(), loss.double(), (predicted == y).sum()])
 
 
@@ -228,7 +228,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= factor
-    if clip_grad_norm:
+    if clip_grad_norm > 0:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
     model.zero_grad()  # Parameters that the optimizer lacks have gradients, too.
