@@ -838,12 +838,8 @@ def run_for_check(world_size, job, path, kill_at=None, show=False):
     """
     # A later option counts, so the job's --checkpoint stays untouched.
     ours = f"--nproc-per-node {world_size} --log-every 1 --checkpoint".split()
-    process = Popen(
-        [sys.executable, *job, *ours, path],
-        text=True,
-        stdout=PIPE,
-        preexec_fn=ddp.end_with_parent,
-    )
+    command = [sys.executable, *job, *ours, path]
+    process = Popen(command, text=True, stdout=PIPE, preexec_fn=ddp.end_with_parent)
     printed = ""
     try:
         for line in process.stdout:
