@@ -10,7 +10,7 @@ the whole batch. Read the docstring of ddp_reference.py before them, because it 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run, for example, `bash run.sh test -k Lesson2`, read the
 last lines of the failure (of one rank), and undo the change. In Lessons 1 to 5 one rank is tried
-first, and passes. With most of their faults `bash run.sh` ends as if all were well.
+first, and passes. With most of these faults `bash run.sh` ends as if all were well.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -172,7 +172,7 @@ def net_with_batch_norm():
 # if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
 # (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9, part by part (in
-# micro-batches). DDP averages these into that of 8. Then train_step() multiplies it by the 2 ranks
+# micro-batches). DDP's average is that of 16/2 = 8. Then train_step() multiplies it by the 2 ranks
 # and divides it by the 4 labels, which an all-reduce has counted.
 #
 # To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
@@ -181,7 +181,7 @@ def net_with_batch_norm():
 # Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. The net ends 0.0005 off.
 #
 # Or let train_step() call `forward(model.module, micro_batch, amp)`. What does `bash run.sh` say?
-# Then DDP averages no gradients, so the nets differ, as check_copies() says after epoch 0.
+# Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
@@ -270,7 +270,7 @@ class Lesson3Evaluation(TestCase):
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Does `bash run.sh` find unequal nets?
 # Then values lack the gradient of the other rank's loss. DDP still averages, so the two nets are
-# equal, and both are wrong, without an error.
+# equal. Both are wrong, which only the test tells.
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
@@ -293,7 +293,7 @@ class Lesson4BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
 # an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then two. Each reads 480 samples, though the lines count only 240.
+# Then two. Each reads 480 (of 1200), though the lines count only 240.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then the momentum is lost, so only those that were stopped. (The test ends at the first.)
