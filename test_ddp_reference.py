@@ -56,6 +56,7 @@ os.environ |= {
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
     "KINETO_LOG_LEVEL": "9",  # Otherwise the profiler prints lines of its own.
+    "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
 
