@@ -15,7 +15,7 @@ of one rank. If a rank skips a collective, the others wait for it, or their call
 collective, and data get mixed up. RANKS MEET marks collectives (by NCCL on GPUs, by gloo on CPUs).
 RANKS DIFFER marks where ranks begin to differ.
 
-The number of ranks changes the speed of a training. Its result changes only by rounding (coarsely
+The number of ranks changes the speed of a training. Its result changes only by rounding (more so
 with --amp). Exceptions are contrastive losses, random collate functions, dropout (each rank draws
 its own masks), a bias before BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm
 that sees a part of the batch (--local-bn, --micro-batch-size, track_running_stats=False). A killed
