@@ -12,7 +12,7 @@ to 5. Read a helper, in 6 to 9, when you meet its call.)
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
 of one rank. If a rank skips a collective, the others wait for it, or their call pairs with its next
-collective, and data get mixed up. RANKS MEET marks collectives (by NCCL on GPUs, by gloo on CPUs).
+collective, and data get mixed up. RANKS MEET marks collectives (NCCL's on GPUs, gloo's on CPUs).
 RANKS DIFFER marks where ranks begin to differ.
 
 The number of ranks changes the speed of a training. Its result changes only by rounding (more so
@@ -131,7 +131,7 @@ def parse_args():
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
     add("--log-every", default=50, help="steps of an epoch between lines")
-    add("--timeout", default=600, help="seconds without a batch that end the job")
+    add("--timeout", default=600, help="longest wait for a batch, in seconds")
     add("--num-samples", default=1200, help="of the synthetic data")
     add("--length", default=1000, help="of a synthetic signal")
     parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
@@ -201,8 +201,8 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 
     The gradient is that of the mean loss over all labels of the global batch. Ranks must have
     shares of equal size, and compute them in micro-batches. Returns batch_sums() of the global
-    batch. It seldom waits for the GPU, except in nn.SyncBatchNorm. Raises TypeError unless model is
-    a DDP model, and batch a sequence of tensors with the sample as first dimension.
+    batch. With pinned batches, only nn.SyncBatchNorm waits for the GPU. Raises TypeError unless
+    model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net)")
@@ -216,12 +216,12 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         # Gradients add up, and DDP all-reduces them in the last backward pass.
         with nullcontext() if is_last else model.no_sync():
             sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-            # sums[1] is the loss. RANKS MEET in BatchNorm and, if is_last, for gradients.
-            sums[1].backward()
+            # RANKS MEET in BatchNorm and, if is_last, for gradients.
+            sums[1].backward()  # from the loss
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # DDP has averaged the gradients of the ranks' sums of losses. Times the world size, this is the
+    # DDP has averaged the gradients of each rank's sum of losses. Times the world size, this is the
     # gradient of the whole sum, and divided by the number of labels, that of the mean
     # (huggingface/transformers#34242). Without labels the gradient stays 0.
     factor = dist.get_world_size() / total[0].clamp(min=1e-9)
@@ -458,7 +458,7 @@ def save_checkpoint(path, identity, parts, progress):
             torch.save({"identity": identity, "progress": progress, **states}, file)
             file.flush()
             os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-        # This fails if resume() could not load it, as when another job writes it, too.
+        # This fails where resume() would, as when another job writes it, too.
         torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
         os.replace(f"{path}.tmp", path)
     except Exception as error:

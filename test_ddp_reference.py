@@ -5,13 +5,14 @@
     bash run.sh check my_job.py      # is this job the same on any number of processes?
 
 First come six lessons. Each compares what ranks do with something simpler, such as one process with
-the whole batch. Read the docstring of ddp_reference.py before them, because it explains the words.
+the whole batch. Before them read the docstring of ddp_reference.py, because it explains the words,
+and before each what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
-"Then", and predict it. Change the line, run what the question names, otherwise the lesson (`bash
-run.sh test -k Lesson2`), read the last lines of the failure (of one rank), and undo the change. In
-Lessons 1 to 5 one rank is tried first, and passes. With most of these faults `bash run.sh` ends as
-if all were well.
+"Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
+question names, read the last lines of the failure (of one rank), and undo the change. In Lessons 1
+to 5 one rank is tried first, and passes. With most of these faults `bash run.sh` ends as if all
+were well.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -63,9 +64,9 @@ GPUS = torch.cuda.device_count()
 
 
 def setUpModule():
-    """Work in an empty folder, and start the slow programs, which run beside the other tests."""
+    """Work in an empty folder, and start the slow programs, which run beside the tests."""
     if not __debug__:
-        raise RuntimeError("PYTHONOPTIMIZE or -O turns assertions off: unset it")
+        raise RuntimeError("PYTHONOPTIMIZE or -O turns assertions off")
     folder = tempfile.TemporaryDirectory()
     unittest.addModuleCleanup(folder.cleanup)
     unittest.addModuleCleanup(os.chdir, HERE)
@@ -114,7 +115,7 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# Read DistributedSampler first. A sampler is told its rank, so here one process plays all ranks. On
+# A sampler is told its rank, so here one process plays all ranks. On
 # 1 to 4 ranks a step must have the 12 samples that PyTorch's sampler gives to a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
@@ -173,7 +174,7 @@ def net_with_batch_norm():
 
 
 # ---- Lesson 2: a step (train_step)
-# Read train_step() first. A step must move the net as one process with the whole batch would, even
+# A step must move the net as one process with the whole batch would, even
 # if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
 # three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
 # (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9 (if need be, in
@@ -214,13 +215,13 @@ class Lesson2Step(TestCase):
 
 
 # ---- Lesson 3: evaluation (evaluate)
-# Read evaluate() first. Loss and accuracy must be those of one process with all samples, even if 25
+# Loss and accuracy must be those of one process with all samples, even if 25
 # samples are shared unequally, or if 4 ranks share 2, and some have none. So each rank adds up its
 # own losses and labels, and one all-reduce after the loop adds up all ranks' sums. A collective in
 # the loop could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
-# All ranks must evaluate the net of rank 0, because it is saved. BatchNorm evaluates with running
-# means and variances, and with --local-bn (Lesson 4) each rank has its own.
+# All ranks must evaluate the net of rank 0, which is saved. BatchNorm evaluates with running means
+# and variances, and with --local-bn (Lesson 4) each rank has its own.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
 # Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
@@ -257,8 +258,8 @@ class Lesson3Evaluation(TestCase):
             run_job(world_size, train=partial(compare_evaluation, num_samples))
 
 
-# ---- Lesson 4: BatchNorm over the job (convert_batch_norm)
-# Read chapter 8 first. A BatchNorm layer normalizes by the mean and variance of what it sees. Let
+# ---- Lesson 4: BatchNorm over the job (chapter 8)
+# A BatchNorm layer normalizes by the mean and variance of what it sees. Let
 # rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With --local-bn rank 0 gets -1 and
 # 1. After convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its
 # own results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
@@ -278,15 +279,15 @@ class Lesson3Evaluation(TestCase):
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
 # Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks, each BatchNorm after a parameter halves its move.
+# ranks 0.weight moves half as far, because one BatchNorm follows it.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
             run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
 
 
-# ---- Lesson 5: the number of ranks, and stops (train)
-# Read chapter 4 first. plain_loop(), below, is plain PyTorch in one process. It computes each batch
+# ---- Lesson 5: the number of ranks, and stops (chapter 4)
+# plain_loop(), below, is plain PyTorch in one process. It computes each batch
 # as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels and two
 # learning rates must end with the loop's net on any number of ranks, even if killed and resumed on
 # another number, or in micro-batches (without BatchNorm, see Lesson 4). It does, because
@@ -297,7 +298,7 @@ class Lesson4BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
 # an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then two. Each reads 480 (of 1200), though the lines count only 240.
+# Then two. A step reads 480 of 1200, but the lines count only 240.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then the momentum is lost, so only those that were stopped.
@@ -381,8 +382,8 @@ class Lesson5NumberOfRanks(TestCase):
 
 
 # ---- The other guarantees: what is refused, printed and saved
-# A new option that changes the net goes into OPTIONS and plain_loop() (Lesson 5), and any other into
-# a test of its own. Then leave it out of each call that passes it on: a test must fail.
+# A new option that changes the net goes into OPTIONS and plain_loop() (Lesson 5), any other into a
+# test of its own. Then leave it out of each call that passes it on: a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -445,7 +446,7 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
 ADAM = "Adam(net.parameters()"
 BATCHES = "watched(train_loader, args.timeout)"
 WRAP = "model = DistributedDataParallel(net)"
-ON_GPU = "if next(net.parameters()).is_cuda", "if True"
+ON_GPU = "next(net.parameters()).is_cuda", "True"
 # (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
 # this pattern, leave ck as it was, and make no file `new`.
 FAULTS = (
@@ -485,8 +486,7 @@ class OtherGuarantees(TestCase):
             (*range(20), 70000), range(1, 7), (True, False), (True, False)
         ):
             for rank in range(num_replicas):
-                seed = 7
-                arguments = range(num_samples), num_replicas, rank, shuffle, seed, drop_last
+                arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
                 ours, theirs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
 
                 # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
@@ -640,7 +640,7 @@ ROWS = (
 )
 
 
-@unittest.skipUnless(README.exists(), "README.md is not beside this file")
+@unittest.skipUnless(README.exists(), "no README.md beside this file")
 class ReadmePrograms(TestCase):
     def test_the_sampler_reads_what_the_table_of_experiments_shows(self):
         """It also warns where an order is read twice, as in experiment 2, and nowhere else."""
@@ -683,7 +683,7 @@ class ReadmePrograms(TestCase):
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
-            # The last number, such as 0.9800, stands before the end of the line.
+            # The output ends with a number such as 0.9800.
             numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
             shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
             self.assertIn(f" {', '.join(numbers)}", shown)
@@ -737,8 +737,8 @@ SLOW_PROGRAMS = {
         *("seed_generators(self.seed, self.epoch.item(), index)", STUCK),
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
-    # The momentum is lost over the kill, which comes long before so many epochs end. (Of 2 to 4 only
-    # 2 divides 22.)
+    # The momentum is lost over the kill, which comes long before all epochs end. (Of 2 to 4 only 2
+    # divides 22.)
     "forgetful": (
         f"-m test_ddp_reference check {FORGETFUL}",
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -748,7 +748,7 @@ SLOW_PROGRAMS = {
 
 @cache
 def slow_programs():
-    """Start SLOW_PROGRAMS, once, with their output in pipes: return them by name."""
+    """Start SLOW_PROGRAMS, with their output in pipes: return them by name."""
     programs = {}
     for name, (command, *edits) in SLOW_PROGRAMS.items():
         Path(f"{name}.py").write_text(edited(SOURCE, *edits))
@@ -817,10 +817,9 @@ at evaluation if only epochs differ"""
 
 
 def run_for_check(world_size, job, path, kill_at=None, show=False):
-    """Return what a job prints until it ends, or is killed at the line that contains kill_at.
+    """Return what a job prints until it ends, or is killed at a line that contains kill_at.
 
-    job: the program and its options. path: of its checkpoint. show: print all but the lines of
-    steps, too.
+    job: a program and its options. path: of its checkpoint. show: print all but lines of steps.
     """
     # A later option counts, so the job's --checkpoint stays untouched.
     ours = f"--nproc-per-node {world_size} --log-every 1 --checkpoint".split()
@@ -949,7 +948,7 @@ class TheCheck(TestCase):
 
 
 def main():
-    """Do `check` or `programs`, or run the tests, which end with N passed, N failed, N skipped."""
+    """Do `check` or `programs`, or run the tests."""
     if sys.argv[1:] == ["programs"]:
         for name, text in readme_programs().items():
             if not os.path.exists(name):
