@@ -1,12 +1,12 @@
 """The guarantees of ddp_reference.py, and the command that tries them on your own job.
 
-    bash run.sh test                 # all tests; also: python -m pytest test_ddp_reference.py
-    bash run.sh test -k Lesson       # only the lessons (half a minute)
+    bash run.sh test                 # all tests
+    bash run.sh test -k Lesson       # only the lessons
     bash run.sh check my_job.py      # is this job the same on any number of processes?
 
 First come six lessons. Each compares what ranks do with something simpler, such as one process with
-the whole batch. Before them read the docstring of ddp_reference.py, because it explains the words,
-and before each what its title names in brackets.
+the whole batch. First read the docstring of ddp_reference.py, which explains the words, and before
+each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
@@ -57,7 +57,7 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
-    "KINETO_LOG_LEVEL": "9",  # Otherwise the profiler prints lines of its own.
+    "KINETO_LOG_LEVEL": "9",  # or the profiler prints lines of its own
     "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
@@ -82,7 +82,7 @@ def setUpModule():
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 # (run_job(), below Lesson 5, starts ranks that call add_up_integers() in place of train(). An error
-# on any rank fails the test.)
+# on any rank fails the test.) How long would gradients of 16 million parameters take?
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
 # Then each rank keeps its own list, i + r in place of 2 * i + 1: on rank 0 all are wrong, on rank 1
@@ -115,8 +115,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# A sampler is told its rank, so here one process plays all ranks. On
-# 1 to 4 ranks a step must have the 12 samples that PyTorch's sampler gives to a single rank.
+# A sampler is told its rank, so here one process plays all ranks. On 1 to 4 ranks a step must have
+# the 12 samples that PyTorch's sampler gives to a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read the samples of rank 0: half of the samples, each twice.
@@ -138,7 +138,7 @@ class Lesson1Sampler(TestCase):
                 sampler.set_epoch(3, samples_read=12 * steps_done)
                 loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
 
-            # zip() takes a batch of each rank. Together they are a step, in which no order matters.
+            # zip() takes a batch of each rank. Together they are a step, in any order.
             read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
             assert read == expected, f"{world_size=}, {steps_done=}: {read}, not {expected}"
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
@@ -174,20 +174,22 @@ def net_with_batch_norm():
 
 
 # ---- Lesson 2: a step (train_step)
-# A step must move the net as one process with the whole batch would, even
-# if the ranks have different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1
-# three labels, with loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is
-# (7 + 3) / 2 = 5. So each rank computes the gradient of its sum of losses, 7 or 9 (if need be, in
-# micro-batches). DDP averages these to the gradient of 16 / 2 = 8. Then train_step() multiplies it
-# by the 2 ranks and divides it by the 4 labels, which an all-reduce has counted.
+# A step must move the net as one process with the whole batch would, even if the ranks have
+# different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three labels, with
+# loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
+# each rank computes the gradient of its sum of losses, 7 and 9 (perhaps in micro-batches). DDP
+# averages these to the gradient of 16 / 2 = 8. Then train_step() multiplies it by the 2 ranks and
+# divides it by the 4 labels, which an all-reduce has counted.
 #
-# To break it as the usual loop does, replace `parameter.grad *= factor` by `pass`, and
+# To break it as most loops do, replace `parameter.grad *= factor` by `pass`, and
 # `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
-# 130 labels. By what is the loss of a label multiplied?
-# Then DDP halves 1/140 and 1/130: by 1/280 or 1/260, not 1/270. So 0.weight ends 0.0005 off.
+# 130 labels. What weight does the loss of a label get?
+# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. So 0.weight ends up to 0.0005 off.
 #
 # Or let train_step() call `forward(model.module, micro_batch, amp)`. What does `bash run.sh` say?
 # Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
+# (Mend it by doing what DDP does: replace `parameter.grad *= factor` by
+# `dist.all_reduce(parameter.grad.mul_(factor / dist.get_world_size()))`.)
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
@@ -215,10 +217,10 @@ class Lesson2Step(TestCase):
 
 
 # ---- Lesson 3: evaluation (evaluate)
-# Loss and accuracy must be those of one process with all samples, even if 25
-# samples are shared unequally, or if 4 ranks share 2, and some have none. So each rank adds up its
-# own losses and labels, and one all-reduce after the loop adds up all ranks' sums. A collective in
-# the loop could hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
+# Loss and accuracy must be those of one process with all samples, even if 25 samples are shared
+# unequally, or if 4 ranks share 2, and some have none. So each rank adds up its own losses and
+# labels, and one all-reduce after the loop adds up all ranks' sums. A collective in the loop could
+# hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
 # All ranks must evaluate the net of rank 0, which is saved. BatchNorm evaluates with running means
 # and variances, and with --local-bn (Lesson 4) each rank has its own.
@@ -228,7 +230,7 @@ class Lesson2Step(TestCase):
 # only that of rank 0.
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`. Do the ranks agree?
-# Then each uses its own statistics, but the all-reduce gives all the same wrong loss, 1.100.
+# Then they do, on a wrong loss, 1.100: each uses its own statistics, but all get one sum.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -243,7 +245,7 @@ def compare_evaluation(num_samples, args, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_batch_norm().to(device)
-    # The running means differ: each is its rank. They are strided, too.
+    # Each running mean is the rank. They are not contiguous, either.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
@@ -259,10 +261,10 @@ class Lesson3Evaluation(TestCase):
 
 
 # ---- Lesson 4: BatchNorm over the job (chapter 8)
-# A BatchNorm layer normalizes by the mean and variance of what it sees. Let
-# rank 0 have the values 1 and 5, and rank 1 the values 3 and 3. With --local-bn rank 0 gets -1 and
-# 1. After convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its
-# own results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
+# A BatchNorm layer normalizes by the mean and variance of what it sees. Let rank 0 have the values
+# 1 and 5, and rank 1 the values 3 and 3. With --local-bn rank 0 gets -1 and 1. After
+# convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its own
+# results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
 #
 # So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
 # 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
@@ -270,16 +272,16 @@ class Lesson3Evaluation(TestCase):
 #
 # Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
 # one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours, hide the
-# GPUs: `CUDA_VISIBLE_DEVICES= bash run.sh test -k Lesson4`.)
+# GPUs: put `CUDA_VISIBLE_DEVICES=` before `bash`.)
 #
 # To break it, let AllGather.backward() return only what this rank has computed for its samples,
 # `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Does `bash run.sh` find unequal nets?
-# Then a layer's input lacks the gradient of the other rank's loss. DDP still averages, so the two
-# nets are equal, but both are wrong.
+# Then inputs lack the gradient of the other rank's loss. DDP averages, so the nets are equal, but
+# wrong: val_accuracy ends at 0.905, not 0.935.
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
-# Then this function and DDP both average, and train_step() makes up for only one of them. So on two
-# ranks 0.weight moves half as far, because one BatchNorm follows it.
+# Then this function and DDP both average, and train_step() makes up for only one. So on two ranks
+# 0.weight moves half as far, because the BatchNorm after it passes back half.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -287,10 +289,10 @@ class Lesson4BatchNorm(TestCase):
 
 
 # ---- Lesson 5: the number of ranks, and stops (chapter 4)
-# plain_loop(), below, is plain PyTorch in one process. It computes each batch
-# as a whole, and never resumes. A job with augmentation, a warm-up, clipping, uneven labels and two
-# learning rates must end with the loop's net on any number of ranks, even if killed and resumed on
-# another number, or in micro-batches (without BatchNorm, see Lesson 4). It does, because
+# plain_loop(), below, is plain PyTorch in one process. It computes each batch as a whole, and never
+# resumes. A job with augmentation, a warm-up, clipping, uneven labels and two learning rates must
+# end with the loop's net on any number of ranks, even if killed and resumed on another number, or
+# in micro-batches (without BatchNorm, see Lesson 4). It does, because
 # - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
@@ -298,10 +300,10 @@ class Lesson4BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
 # an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then two. A step reads 480 of 1200, but the lines count only 240.
+# Then two: each reads 480 but counts 240, and 240 of 1200 remain.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
-# Then the momentum is lost, so only those that were stopped.
+# Then those that were stopped, because they lose their momentum.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
@@ -634,7 +636,6 @@ ROWS = (
     (5, (2,), "    dist.all_reduce(num_correct)", "    pass"),
     (6, (1, 2, 4), "in loader:", "in loader:\n        y[x[:, 0, 0] > 0, 4:] = -100"),
     (7, (1, 2, 4), "torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()"),
-    # These are the numbers that __getitem__ would draw.
     (8, (1, 2, 4), "in loader:", "in loader:\n        x *= 4 * torch.rand(len(x), 1, 1)"),
     (10, (2,), "DistributedSampler(train_set)", "DistributedSampler(train_set, seed=rank)"),
 )
@@ -765,7 +766,7 @@ def slow_programs():
 
 
 def wait_for(name, status=0):
-    """Return (stdout, stderr) of a slow program when all processes with its pipes have ended."""
+    """Return (stdout, stderr) of a slow program when all its processes have ended."""
     program = slow_programs()[name]
     out, err = program.communicate(timeout=300)
     assert program.returncode == status, f"status {program.returncode}: {out}{err}"
@@ -876,12 +877,12 @@ def check(arguments, folder, run=run_for_check):
     another number. The line of each step is compared. The status is 0 if nothing differs by more
     than the tolerance, and otherwise 1. It cannot see what hardly moves the printed numbers (if the
     learning rate is tiny), what is equally wrong on every number of processes, or state that
-    matters only after a kill at another place. All other options go to the job.
+    matters only after a kill at another place.
     """
     usage = "bash run.sh check [--tolerance T] [JOB.py] [options of the job]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
     text = "how far apart two printed means may be (default: %(default)s)"
-    parser.add_argument("--tolerance", type=float, default=0.0005, metavar="T", help=text)
+    parser.add_argument("--tolerance", type=float, default=0.0005, help=text)
     args, job = parser.parse_known_args(arguments)
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
@@ -954,7 +955,7 @@ def main():
             if not os.path.exists(name):
                 Path(name).write_text(text)
                 print(f"wrote {name}")
-        return None
+        return
     if sys.argv[1:2] == ["check"]:
         for number in (signal.SIGINT, signal.SIGTERM):  # so that no file is left
             signal.signal(number, lambda number, _: sys.exit(128 + number))
