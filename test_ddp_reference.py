@@ -10,9 +10,8 @@ each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the last lines of the failure (of one rank), and undo the change. In Lessons 1
-to 5 one rank is tried first, and passes. With most of these faults `bash run.sh` ends as if all
-were well.
+question names, read the end of the failure (of one rank only), and undo the change. In Lessons 1 to
+5 one rank is tried first, and passes. With most faults `bash run.sh` ends as if all were well.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -82,14 +81,14 @@ def setUpModule():
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 # (run_job(), below Lesson 5, starts ranks that call add_up_integers() in place of train(). An error
-# on any rank fails the test.) How long would gradients of 16 million parameters take?
+# on any rank fails the test.) How long would 16 million gradients (64 MB) take?
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
 # Then each rank keeps its own list, i + r in place of 2 * i + 1: on rank 0 all are wrong, on rank 1
 # all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then rank 1 does: its call pairs with the new one, which adds zeros. Rank 0 waits until killed.
+# Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits for a partner.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -188,8 +187,8 @@ def net_with_batch_norm():
 #
 # Or let train_step() call `forward(model.module, micro_batch, amp)`. What does `bash run.sh` say?
 # Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
-# (Mend it by doing what DDP does: replace `parameter.grad *= factor` by
-# `dist.all_reduce(parameter.grad.mul_(factor / dist.get_world_size()))`.)
+# (To mend it, average yourself: replace `parameter.grad *= factor` by
+# `dist.all_reduce(parameter.grad.mul_(factor / dist.get_world_size()))`. Then both pass.)
 def compare_step(make_net, micro_batch_size, args, device):
     """On a rank: train on its share of a batch, and compare with one process."""
     x, y = Ragged(12).tensors
@@ -230,7 +229,7 @@ class Lesson2Step(TestCase):
 # only that of rank 0.
 #
 # Or replace `dist.broadcast(buffer, src=0)` by `pass`. Do the ranks agree?
-# Then they do, on a wrong loss, 1.100: each uses its own statistics, but all get one sum.
+# Then they do, but on a wrong loss, 1.100: it is one sum, of losses by different statistics.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -280,8 +279,8 @@ class Lesson3Evaluation(TestCase):
 # wrong: val_accuracy ends at 0.905, not 0.935.
 #
 # Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
-# Then this function and DDP both average, and train_step() makes up for only one. So on two ranks
-# 0.weight moves half as far, because the BatchNorm after it passes back half.
+# Then this function and DDP both divide by 2, but train_step() multiplies by 2 only once. So on two
+# ranks 0.weight (of the first layer) moves half as far, because the last, BatchNorm, halves it.
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
@@ -300,10 +299,10 @@ class Lesson4BatchNorm(TestCase):
 #
 # To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
 # an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then two: each reads 480 but counts 240, and 240 of 1200 remain.
+# Then two: each reads 480 but counts 240. The other 240 of 1200 are left out.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
-# Then those that were stopped, because they lose their momentum.
+# Then those that were stopped, because they lose the optimizer's momentum.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
 NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
 
