@@ -56,7 +56,7 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
-    "KINETO_LOG_LEVEL": "9",  # or the profiler prints lines of its own
+    "KINETO_LOG_LEVEL": "9",  # or the profiler prints lines
     "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
@@ -490,7 +490,7 @@ class OtherGuarantees(TestCase):
                 arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
                 ours, theirs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
 
-                # Compare texts: np.int32(3) equals 3, but prints differently. Ours must be ints.
+                # Compare texts, because np.int32(3) equals 3. Ours must be ints.
                 assert f"{list(ours)}" == f"{list(theirs)}", arguments
                 assert vars(theirs).items() <= vars(ours).items(), arguments
 
@@ -683,7 +683,7 @@ class ReadmePrograms(TestCase):
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
-            # The output ends with a number such as 0.9800.
+            # The output ends with a number like 0.9800.
             numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
             shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
             self.assertIn(f" {', '.join(numbers)}", shown)
@@ -757,7 +757,7 @@ def slow_programs():
             text=True,
             stdout=PIPE,
             stderr=PIPE,
-            # Ctrl-C must reach the launcher, even if these tests were started with &.
+            # Ctrl-C must reach the launcher, even if these tests run after &.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         unittest.addModuleCleanup(programs[name].terminate)
@@ -834,7 +834,7 @@ def run_for_check(world_size, job, path, kill_at=None, show=False):
             if show and ("samples/s" in line or not line.startswith("epoch")):
                 print(line, end="", flush=True)
         if process.wait() not in (0, -signal.SIGKILL if kill_at else 0):
-            sys.exit("check: the job failed")
+            sys.exit(f"check: the job failed with {world_size} processes")
     finally:
         process.kill()
         process.communicate()  # until all its processes have ended
@@ -861,7 +861,7 @@ def compare(name, printed, one, tolerance):
         apart[place] = np.abs(difference).max(initial=0).round(6)
     first = next((place for place in apart if apart[place] > tolerance), None)
     note = f" (first {apart[first]:.4f} at {first})" if first else ""
-    # Of the fastest epoch, as other programs may slow some down.
+    # Of the fastest epoch, as others may be slowed down.
     speeds = [max(map(float, re.findall(r"([\d.]+) samples/s", text))) for text in (printed, one)]
     ratio = f"{speeds[0]} samples/s, {speeds[0] / speeds[1]:.2f} times"
     print(f"{name}: {max(apart.values()):.4f} apart{note} | {ratio}", flush=True)
@@ -943,7 +943,7 @@ class TheCheck(TestCase):
             runs = mock.Mock(side_effect=(one, two, start, resumed))
             with mock.patch("sys.stdout"):
                 self.assertIn(str(message), str(check(["my_job.py"], "", runs)))  # None: all equal.
-        with self.assertRaisesRegex(SystemExit, "the job failed"):
+        with self.assertRaisesRegex(SystemExit, "failed"):
             run_for_check(1, ["-c", "exit(1)"], "ck")
 
 
