@@ -625,8 +625,8 @@ def printed_by(name, world_size, options="", *edits):
     return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", printed)
 
 
-# (row, world sizes, old, new): many.py, edited, ends with the numbers of this row of the README's
-# table on so many ranks.
+# (row, world sizes, old, new): many.py, edited, ends with the numbers of this row of the README on
+# so many ranks. (Row 8 draws as __getitem__ would.)
 ROWS = (
     (1, (2,), " // world_size", ""),
     (2, (2,), "= cross_entropy(model(", "= cross_entropy(model.module("),
@@ -861,7 +861,7 @@ def compare(name, printed, one, tolerance):
         apart[place] = np.abs(difference).max(initial=0).round(6)
     first = next((place for place in apart if apart[place] > tolerance), None)
     note = f" (first {apart[first]:.4f} at {first})" if first else ""
-    # Of the fastest epoch, as others may be slowed down.
+    # Others may be slowed down.
     speeds = [max(map(float, re.findall(r"([\d.]+) samples/s", text))) for text in (printed, one)]
     ratio = f"{speeds[0]} samples/s, {speeds[0] / speeds[1]:.2f} times"
     print(f"{name}: {max(apart.values()):.4f} apart{note} | {ratio}", flush=True)
