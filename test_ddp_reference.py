@@ -10,7 +10,7 @@ each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the end of the failure (of one rank only), and undo the change. In Lessons 1 to
+question names, read the end of the failure (of one rank), and undo the change. In Lessons 1 to
 5 one rank is tried first, and passes. With most faults `bash run.sh` ends as if all were well.
 
 The tests need chapter 1 of ddp_reference.py as it is.
@@ -56,7 +56,7 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
-    "KINETO_LOG_LEVEL": "9",  # or the profiler prints lines
+    "KINETO_LOG_LEVEL": "9",  # or the profiler prints
     "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
@@ -249,6 +249,7 @@ def compare_evaluation(num_samples, args, device):
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
 
+    assert sums[0] > 0
     means = (sums[1:] / sums[0]).tolist()
     assert_close(means, expected, f"Loss and accuracy of rank {rank} of {world_size}")
 
@@ -683,7 +684,7 @@ class ReadmePrograms(TestCase):
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
-            # The output ends with a number like 0.9800.
+            # The output ends in 0.9800.
             numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
             shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
             self.assertIn(f" {', '.join(numbers)}", shown)
