@@ -131,7 +131,7 @@ def parse_args():
     add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
     add("--checkpoint-every", help="also write it every so many steps of an epoch")
     add("--log-every", default=50, help="steps of an epoch between lines")
-    add("--timeout", default=600, help="longest wait for a batch, in seconds")
+    add("--timeout", default=600, help="end the job after so many seconds without a batch")
     add("--num-samples", default=1200, help="of the synthetic data")
     add("--length", default=1000, help="of a synthetic signal")
     parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
@@ -217,7 +217,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
         with nullcontext() if is_last else model.no_sync():
             sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
             # RANKS MEET in BatchNorm and, if is_last, for gradients.
-            sums[1].backward()  # from the loss
+            sums[1].backward()  # the loss
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 

@@ -168,7 +168,6 @@ def plain_net():
 
 
 def net_with_batch_norm():
-    """Return plain_net() between two BatchNorm layers."""
     return nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net(), nn.BatchNorm1d(3))
 
 
@@ -207,12 +206,14 @@ def compare_step(make_net, micro_batch_size, args, device):
     for name, start in make_net().state_dict().items():
         moves = (end.state_dict()[name].cpu() - start for end in (net, expected))
         assert_close(*moves, f"{name} of rank {rank} of {world_size} ({micro_batch_size=})")
+    print("equal")
 
 
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
-            run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
+            printed = run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
+            assert all("equal" in text for text in printed)
 
 
 # ---- Lesson 3: evaluation (evaluate)
@@ -252,12 +253,14 @@ def compare_evaluation(num_samples, args, device):
     assert sums[0] > 0
     means = (sums[1:] / sums[0]).tolist()
     assert_close(means, expected, f"Loss and accuracy of rank {rank} of {world_size}")
+    print("equal")
 
 
 class Lesson3Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process(self):
         for world_size, num_samples in product(range(1, 5), (25, 2)):
-            run_job(world_size, train=partial(compare_evaluation, num_samples))
+            printed = run_job(world_size, train=partial(compare_evaluation, num_samples))
+            assert all("equal" in text for text in printed)
 
 
 # ---- Lesson 4: BatchNorm over the job (chapter 8)
@@ -285,7 +288,8 @@ class Lesson3Evaluation(TestCase):
 class Lesson4BatchNorm(TestCase):
     def test_batch_norm_sees_the_samples_of_all_ranks(self):
         for world_size in range(1, 5):
-            run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
+            printed = run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
+            assert all("equal" in text for text in printed)
 
 
 # ---- Lesson 5: the number of ranks, and stops (chapter 4)
@@ -305,7 +309,7 @@ class Lesson4BatchNorm(TestCase):
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then those that were stopped, because they lose the optimizer's momentum.
 OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --clip-grad-norm 0.3 --seed 5"
-NUM_SAMPLES = 47  # Three batches of 12 an epoch. The other 11 samples are left out.
+NUM_SAMPLES = 47  # Three batches of 12 an epoch, and 11 left out.
 
 
 class Augmented(Ragged):
@@ -364,7 +368,7 @@ def net_after(options, runs, **replacements):
     for number, (ranks, stop_after) in enumerate(runs):
         replacements["lr_factor"] = partial(stop_at, stop_after)
         printed, *_ = run_job(ranks, options, **replacements)
-        assert ("resuming" in printed) == (number > 0), f"only the first may begin anew: {runs}"
+        assert ("resuming" in printed) == (number > 0), runs
     return torch.load(path, map_location="cpu")["net"]
 
 
@@ -566,7 +570,7 @@ class OtherGuarantees(TestCase):
 
         drawn = re.findall(r"number \S+", "".join(until_stop + after_stop))
         # 2 ranks make 8 steps of 2 micro-batches.
-        assert len(set(drawn)) == len(drawn) == 32, f"not 32 different numbers: {drawn}"
+        assert len(set(drawn)) == len(drawn) == 32, drawn
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         # With a learning rate of 0 the net stays what it is.
@@ -626,8 +630,8 @@ def printed_by(name, world_size, options="", *edits):
     return re.sub(r"ddp on .*\n| \| [\d.]+ samples/s", "", printed)
 
 
-# (row, world sizes, old, new): many.py, edited, ends with the numbers of this row of the README on
-# so many ranks. (Row 8 draws as __getitem__ would.)
+# (row, world sizes, old, new): many.py, so edited, ends with this row's numbers on so many ranks.
+# Row 8 draws as __getitem__ would.
 ROWS = (
     (1, (2,), " // world_size", ""),
     (2, (2,), "= cross_entropy(model(", "= cross_entropy(model.module("),
@@ -684,7 +688,6 @@ class ReadmePrograms(TestCase):
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
-            # The output ends in 0.9800.
             numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
             shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
             self.assertIn(f" {', '.join(numbers)}", shown)
@@ -738,8 +741,7 @@ SLOW_PROGRAMS = {
         *("seed_generators(self.seed, self.epoch.item(), index)", STUCK),
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
-    # The momentum is lost over the kill, which comes long before all epochs end. (Of 2 to 4 only 2
-    # divides 22.)
+    # The momentum is lost over the kill, long before the last epoch. Of 2 to 4 only 2 divides 22.
     "forgetful": (
         f"-m test_ddp_reference check {FORGETFUL}",
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -862,7 +864,6 @@ def compare(name, printed, one, tolerance):
         apart[place] = np.abs(difference).max(initial=0).round(6)
     first = next((place for place in apart if apart[place] > tolerance), None)
     note = f" (first {apart[first]:.4f} at {first})" if first else ""
-    # Others may be slowed down.
     speeds = [max(map(float, re.findall(r"([\d.]+) samples/s", text))) for text in (printed, one)]
     ratio = f"{speeds[0]} samples/s, {speeds[0] / speeds[1]:.2f} times"
     print(f"{name}: {max(apart.values()):.4f} apart{note} | {ratio}", flush=True)
