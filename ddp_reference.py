@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
-Every rank holds a copy of the net. In each step the ranks share one global batch of samples: each
-rank computes the gradient of its own share, and DistributedDataParallel (DDP) averages these over
-the ranks. Then all take the same optimizer step, so their copies stay equal. (That is chapters 1
-to 5. Read a helper, in 6 to 9, when you meet its call.)
+Every rank holds a copy of the net. A step takes a global batch of samples, dealt out in --shares.
+Each rank computes the gradients of its shares, one after the other, and DistributedDataParallel
+(DDP) combines those of all ranks. Then all take the same optimizer step, so their copies stay
+equal. (That is chapters 1 to 5. Read a helper, in 6 to 8, when you meet its call.)
 
 Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
 tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
@@ -15,12 +15,11 @@ of one rank. If a rank skips a collective, the others wait for it, or their call
 collective, and data get mixed up. RANKS MEET marks collectives (NCCL's on GPUs, gloo's on CPUs).
 RANKS DIFFER marks where ranks begin to differ.
 
-The number of ranks changes the speed of a training. Its result changes only by rounding (more so
-with --amp). Exceptions are contrastive losses, random collate functions, dropout (each rank draws
-its own masks), a bias before BatchNorm (Adam scales up a gradient of mere rounding), and BatchNorm
-that sees a part of the batch (--local-bn, --micro-batch-size, track_running_stats=False). A killed
-job goes on if started again with the same --checkpoint, on any number of ranks that divides the
-global batch.
+The number of ranks changes the speed of a training, and its result only by rounding (more with
+--amp, or with a bias before BatchNorm under Adam), because a share has the samples, random numbers
+and BatchNorm statistics that it would have on a rank of its own. Only a net whose forward pass
+calls collectives, as nn.SyncBatchNorm does, is an exception. A killed job goes on if started again
+with the same --checkpoint, on any number of ranks that divides the shares.
 """
 
 import ctypes
@@ -78,15 +77,21 @@ class ConvNet(nn.Sequential):
 SUMS = ("labels", "loss", "accuracy")  # The first divides the others, and the second is minimized.
 
 
+def count_labels(y):
+    """Return the number of labels, a tensor (). y: int64 (N, ...), where -100 means no label."""
+    return (y != -100).sum()
+
+
 def batch_sums(output, y):
     """Return the SUMS of a batch: float64 (len(SUMS),).
 
-    output: logits (N, C, ...). y: int64 (N, ...), where -100 means no label. Sums of batches can be
-    added up. Means cannot, because the numbers of labels differ.
+    output: logits (N, C, ...). y: int64 (N, ...). Sums of batches can be added up. Means cannot,
+    because the numbers of labels differ.
     """
-    loss = F.cross_entropy(output.float(), y, reduction="sum")
+    output = output.to(torch.promote_types(output.dtype, torch.float32))  # bfloat16 is too coarse.
+    loss = F.cross_entropy(output, y, reduction="sum")
     predicted = output.max(1).indices  # argmax() is slower on a CPU.
-    return torch.stack([(y != -100).sum(), loss.double(), (predicted == y).sum()])
+    return torch.stack([count_labels(y), loss.double(), (predicted == y).sum()])
 
 
 def lr_factor(args, epochs_done):
@@ -120,10 +125,10 @@ def parse_args():
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
     add = partial(parser.add_argument, type=positive_int)
     add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
-    add("--num-workers", type=int, default=0, help="reader processes of each loader")
+    add("--num-workers", type=int, default=0, help="reader processes for each share")
     add("--epochs", default=6, help="passes over the training data")
     add("--global-batch-size", default=240, help="samples in a step, over all ranks")
-    add("--micro-batch-size", help="samples that a rank computes at once; None: its whole share")
+    add("--shares", default=8, help="parts of a step, of which a rank computes one at a time")
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of all random numbers")
@@ -135,7 +140,6 @@ def parse_args():
     add("--num-samples", default=1200, help="of the synthetic data")
     add("--length", default=1000, help="of a synthetic signal")
     parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
-    parser.add_argument("--local-bn", action="store_true", help="BatchNorm over a rank's share")
     return parser.parse_args(), parser.error
 
 
@@ -143,11 +147,12 @@ def parse_args():
 class DistributedSampler(Sampler):
     """Like PyTorch's DistributedSampler, but it can go on in the middle of an epoch.
 
-    Let W be the world size, which PyTorch calls num_replicas, and B the global batch size. All
-    ranks draw one order from seed + epoch, and rank r reads its positions r, r + W, r + 2W, ... If
-    each loader makes batches of B / W, then the k-th batches of all ranks are together the
-    positions k*B to k*B + B - 1: on any number of ranks a step has the same samples. If W does not
-    divide the dataset, the first samples are repeated, or with drop_last the last ones left out.
+    Let W be num_replicas (by default the world size) and B the global batch size. All ranks draw
+    one order from seed + epoch, and rank r (by default the process group's) reads its positions r,
+    r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches of all ranks are
+    together the positions k*B to k*B + B - 1, whatever W is. If W does not divide the dataset, the
+    first samples are repeated, or with drop_last the last ones left out. Raises ValueError for a
+    rank that does not exist.
     """
 
     def __init__(
@@ -156,6 +161,8 @@ class DistributedSampler(Sampler):
         self.dataset = dataset
         self.num_replicas = num_replicas or dist.get_world_size()
         self.rank = dist.get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"there is no rank {self.rank} of {self.num_replicas}")
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -165,7 +172,9 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the epoch's order, and skip its first samples_read samples (a multiple of W)."""
+        """Choose the epoch's order, and skip its first samples_read samples, a multiple of W."""
+        if samples_read % self.num_replicas:
+            raise ValueError(f"{self.num_replicas} ranks cannot have read {samples_read} samples")
         self.epoch = epoch
         self.samples_read = samples_read
         self.was_read = False
@@ -196,38 +205,67 @@ def forward(model, batch, amp):
         return batch_sums(model(*inputs), y)
 
 
-def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0, amp=False):
-    """Take one optimizer step from this rank's share of the global batch.
+@torch.no_grad()
+def sync_buffers(net, joined=None):
+    """Give the net the buffers of rank 0, such as the statistics of BatchNorm.
 
-    The gradient is that of the mean loss over all labels of the global batch. Ranks must have
-    shares of equal size, and compute them in micro-batches. Returns batch_sums() of the global
-    batch. With pinned batches, only nn.SyncBatchNorm waits for the GPU. Raises TypeError unless
-    model is a DDP model, and batch a sequence of tensors with the sample as first dimension.
+    Returns their bytes, joined. Given these, the net gets the same buffers again. Those that
+    state_dict() lacks stay as they are, because their sizes may differ by rank.
+    """
+    saved = net.state_dict()
+    buffers = [buffer for name, buffer in net.named_buffers() if name in saved]
+    if not buffers:
+        return None
+    # Longer dtypes come first, because a view() needs bytes that are aligned.
+    buffers.sort(key=torch.Tensor.element_size, reverse=True)
+    if joined is None:  # One tensor is sent faster than many.
+        joined = torch.cat([buffer.contiguous().flatten().view(torch.uint8) for buffer in buffers])
+        dist.broadcast(joined, src=0)  # RANKS MEET
+    parts = joined.split([buffer.nbytes for buffer in buffers])
+    for buffer, part in zip(buffers, parts):
+        buffer.copy_(part.view(buffer.dtype).view_as(buffer))
+    return joined
+
+
+def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False):
+    """Take one optimizer step from this rank's shares of the global batch.
+
+    shares: batches, as many on every rank. seed: if given, what seed_generators() gets before each,
+    with its number. The gradient is that of the mean loss over all labels of the global batch.
+    Returns batch_sums() of the global batch. With pinned batches, nothing waits for the GPU. Raises
+    TypeError unless model is a DDP model, and each batch a sequence of tensors.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net)")
-    if not all(map(torch.is_tensor, batch)) or len(set(map(len, batch))) > 1:
-        raise TypeError("a batch must be tensors (the last is y) with the sample as dimension 0")
-    micro_size = micro_batch_size or len(batch[-1])
-    micro_batches = list(zip(*(tensor.split(micro_size) for tensor in batch)))
-    total = 0
-    for micro_batch in micro_batches:
-        is_last = micro_batch is micro_batches[-1]
+    if not all(torch.is_tensor(x) for share in shares for x in share):
+        raise TypeError("a batch must be a sequence of tensors, of which the last is y")
+
+    # Count the labels of the global batch. Their sum arrives during the first forward pass.
+    device = next(model.parameters()).device
+    num_labels = sum(count_labels(share[-1]) for share in shares).double()
+    num_labels = num_labels.to(device, non_blocking=True)
+    counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total, buffers = 0, None
+    for number in reversed(range(len(shares))):
+        # Each share begins with the buffers that rank 0 had before the step. They end as share 0
+        # leaves them on rank 0. (With one share a rank, DDP alone does the same.)
+        buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first share.
+        if seed:
+            seed_generators(*seed, rank + number * world_size)  # RANKS DIFFER in dropout.
         # Gradients add up, and DDP all-reduces them in the last backward pass.
-        with nullcontext() if is_last else model.no_sync():
-            sums = forward(model, micro_batch, amp)  # RANKS MEET in BatchNorm.
-            # RANKS MEET in BatchNorm and, if is_last, for gradients.
-            sums[1].backward()  # the loss
+        with model.no_sync() if number else nullcontext():
+            sums = forward(model, shares[number], amp)
+            counting.wait()
+            # DDP averages the gradients over the ranks. Times the world size, this is their sum,
+            # and divided by the number of labels, the gradient of the mean over all labels
+            # (huggingface/transformers#34242). Without labels the gradient is 0.
+            scale = world_size / num_labels.clamp(min=1e-9)
+            (sums[1] * scale).backward()  # RANKS MEET at the last share.
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 
-    # DDP has averaged the gradients of each rank's sum of losses. Times the world size, this is the
-    # gradient of the whole sum, and divided by the number of labels, that of the mean
-    # (huggingface/transformers#34242). Without labels the gradient stays 0.
-    factor = dist.get_world_size() / total[0].clamp(min=1e-9)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= factor
     if clip_grad_norm > 0:
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
@@ -238,9 +276,7 @@ def train_step(model, optimizer, batch, micro_batch_size=None, clip_grad_norm=0,
 @torch.no_grad()
 def evaluate(net, batches, amp=False):
     """Return the batch_sums() over all ranks' batches. net: not the DDP model. Sets eval mode."""
-    for buffer in net.buffers():  # All ranks evaluate with the BatchNorm statistics of rank 0.
-        buffer.data = buffer.contiguous()  # Strided ones would arrive wrong.
-        dist.broadcast(buffer, src=0)  # RANKS MEET
+    sync_buffers(net)  # RANKS MEET
     net.eval()
     total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
     for batch in batches:  # Their number may differ by rank, so here is no collective.
@@ -250,48 +286,49 @@ def evaluate(net, batches, amp=False):
 
 
 def named_means(sums, prefix=""):
-    """Return the means of SUMS over the labels as a text: "loss 0.5000 accuracy 0.7500"."""
+    """Return the means of SUMS over the labels as a text: "loss 0.50000 accuracy 0.75000"."""
     means = sums[1:] / sums[0]
-    return " ".join(f"{prefix}{name} {mean:.4f}" for name, mean in zip(SUMS[1:], means))
+    return " ".join(f"{prefix}{name} {mean:#.5g}" for name, mean in zip(SUMS[1:], means))
 
 
-def require_equal(texts, problem):
-    """Raise RuntimeError, with the problem and what differs, unless all ranks pass equal sets."""
-    reports = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, texts)  # RANKS MEET
-    if unequal := set.union(*reports) - set.intersection(*reports):
-        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
+@torch.no_grad()
+def check_copies(net):
+    """Raise RuntimeError, on a rank whose parameters differ from those of rank 0.
 
-
-def check_copies(net, with_buffers):
-    """Raise RuntimeError, with their names, if tensors of the ranks' nets have unequal norms.
-
-    DDP averages only the gradients of parameters that required them when it was made.
+    DDP averages only the gradients of parameters that required them when it was made. Small
+    differences are allowed, because GPUs of two kinds round differently.
     """
-    state = net.state_dict().items() if with_buffers else net.named_parameters()
-    norms = {f"{name} {x.double().norm():.6g}" for name, x in state if torch.is_tensor(x)}
-    require_equal(norms, "the ranks' nets differ (unused, unfrozen after DDP, changed in forward?)")
+    for name, parameter in net.named_parameters():
+        expected = parameter.contiguous().clone()
+        dist.broadcast(expected, src=0)  # RANKS MEET
+        if not torch.allclose(parameter, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise RuntimeError(f"the ranks' {name} differ: unused, unfrozen after DDP, set on one?")
 
 
 # ---- 4. The loop
-def make_loaders(args, train_set, val_set, device):
-    """Return (train_loader, val_loader) of this rank. Raises ValueError for too few samples."""
-    share = args.global_batch_size // dist.get_world_size()  # main() allows no remainder.
+def make_loaders(args, train_set, val_set):
+    """Return this rank's (train_loaders, val_loader). Each of its shares has a train loader."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     if len(train_set) < args.global_batch_size:
         raise ValueError("--global-batch-size is larger than the training set")
     options = {
         "num_workers": args.num_workers,
         "persistent_workers": args.num_workers > 0,  # Starting workers takes seconds.
         "worker_init_fn": end_with_parent,
-        "pin_memory": device.type == "cuda",
+        "pin_memory": torch.cuda.is_available(),
     }
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    # Share s of S reads what rank s of S would read. (main() allows no remainder.)
+    share_size = args.global_batch_size // args.shares
+    train_loaders = []
+    for share in range(rank, args.shares, world_size):  # RANKS DIFFER
+        sampler = DistributedSampler(train_set, args.shares, share, seed=args.seed, drop_last=True)
+        loader = DataLoader(train_set, share_size, sampler=sampler, drop_last=True, **options)
+        train_loaders.append(loader)
     # A DistributedSampler would repeat samples here, which falsifies the means
-    # (pytorch/pytorch#25162). Instead each rank takes every world_size-th sample.
-    val_sampler = range(dist.get_rank(), len(val_set), dist.get_world_size())  # RANKS DIFFER
-    val_loader = DataLoader(val_set, args.micro_batch_size or share, sampler=val_sampler, **options)
-    return train_loader, val_loader
+    # (pytorch/pytorch#25162). Instead each rank takes every world_size-th batch.
+    starts = range(rank * share_size, len(val_set), world_size * share_size)  # RANKS DIFFER
+    val_batches = [range(len(val_set))[start : start + share_size] for start in starts]
+    return train_loaders, DataLoader(val_set, batch_sampler=val_batches, **options)
 
 
 def train(args, device):
@@ -302,9 +339,7 @@ def train(args, device):
     seed_generators(args.seed)
     train_set, val_set, net, optimizer = make_task(args, device)
     train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
-    train_loader, val_loader = make_loaders(args, train_set, val_set, device)
-    if not args.local_bn:
-        net = convert_batch_norm(net)  # The optimizer's parameters stay in it.
+    train_loaders, val_loader = make_loaders(args, train_set, val_set)
     base_lrs = [group["lr"] for group in optimizer.param_groups]  # before resume() changes them
 
     # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
@@ -313,8 +348,7 @@ def train(args, device):
     first_epoch, samples_read, sums = resume(path, identity, parts)  # RANKS MEET
     sums = sums.to(device)
     model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    # Only evaluate() broadcasts buffers from here on. (The argument is deprecated since 2.13.)
-    model.broadcast_buffers = False
+    model.broadcast_buffers = False  # train_step() does. (DDP's argument is deprecated since 2.13.)
     if rank == 0:  # RANKS DIFFER
         if first_epoch or samples_read:
             print(f"resuming {path} at epoch {first_epoch}/{args.epochs}, sample {samples_read}")
@@ -322,18 +356,19 @@ def train(args, device):
             save_checkpoint(path, identity, parts, (first_epoch, samples_read, sums))
 
     for epoch in range(first_epoch, args.epochs):
-        train_loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
+        for loader in train_loaders:
+            loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
         train_set.epoch.fill_(epoch)  # for random items (chapter 7)
         start_time = time.perf_counter()
         samples_at_start = samples_read
         model.train()
-        for batch in watched(train_loader, args.timeout):
+        for shares in watched(zip(*train_loaders), args.timeout):
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, lr in zip(optimizer.param_groups, base_lrs):
                 group["lr"] = lr * float(factor)
-            seed_generators(args.seed, epoch, samples_read, rank)  # RANKS DIFFER in dropout.
+            seed = args.seed, epoch, samples_read
             sums += train_step(  # RANKS MEET
-                model, optimizer, batch, args.micro_batch_size, args.clip_grad_norm, args.amp
+                model, optimizer, shares, seed, args.clip_grad_norm, args.amp
             )
             samples_read += args.global_batch_size
             step = samples_read // args.global_batch_size
@@ -345,8 +380,7 @@ def train(args, device):
 
         means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
         speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
-        # With --local-bn each rank has its own buffers. RANKS MEET here and in evaluate().
-        check_copies(net, not args.local_bn)
+        check_copies(net)  # RANKS MEET here and in evaluate().
         val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
         samples_read = 0
         sums.zero_()
@@ -362,6 +396,7 @@ def run_rank(rank, world_size, args, init_method):
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # its number on this machine
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn() takes KeyboardInterrupt for success.
     faulthandler.enable()  # A crash in C code prints its stack.
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     num_gpus = torch.cuda.device_count()
@@ -372,16 +407,17 @@ def run_rank(rank, world_size, args, init_method):
     if world_size == local_world_size:  # One machine, so the loopback interface is enough.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # NCCL needs a GPU for each rank. With gloo, ranks can share one.
-    backend = "nccl" if local_world_size <= num_gpus else "gloo"
-    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 9) acts earlier.
+    if local_world_size > num_gpus:  # NCCL lets ranks share a GPU if each seems to be a machine.
+        os.environ["NCCL_HOSTID"] = f"{rank}"
+    backend = "nccl" if num_gpus else "gloo"
+    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 8) acts earlier.
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     restart_watchdog(args.timeout)
     if rank == 0:  # RANKS DIFFER
-        job = f"world size {world_size}, {device.type}, global batch size {args.global_batch_size}"
-        print(f"ddp on {backend}, {job}, torch {torch.__version__}")
-        if num_gpus and backend == "gloo":
-            warnings.warn("ranks share GPUs: start fewer, or let each see all GPUs")
+        shares = f"global batch size {args.global_batch_size} in {args.shares} shares"
+        print(f"ddp on {backend}, world size {world_size}, {shares}, torch {torch.__version__}")
+        if 0 < num_gpus < local_world_size:
+            warnings.warn("ranks share GPUs, which is slow: start fewer, or let each see all GPUs")
     train(args, device)
     # train() has freed the DDP model, which may hang if it outlives the group. After an exception
     # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
@@ -396,8 +432,10 @@ def main():
     if ("RANK" in os.environ) != under_torchrun:
         refuse("RANK or LOCAL_RANK is set alone: unset it, or start torchrun on each machine")
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
-    if args.global_batch_size % world_size:
-        refuse("--global-batch-size must be a multiple of the number of processes")
+    batch_size = args.global_batch_size
+    if args.shares % world_size or batch_size % args.shares:
+        works = f"--shares {world_size} --global-batch-size {batch_size + -batch_size % world_size}"
+        refuse(f"the processes must divide the shares, and these the global batch: try {works}")
     if args.checkpoint_every and not args.checkpoint:
         refuse("--checkpoint-every needs --checkpoint")
 
@@ -424,12 +462,13 @@ def identify(args, train_set, net, optimizer):
     when read again, or the net lacks a parameter of the optimizer.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
-    # Read in a worker if there are any: a file opened here could not be sent to workers.
-    num_workers = min(args.num_workers, 1)
-    batches = DataLoader(
-        train_set, sampler=indices * 2, num_workers=num_workers, worker_init_fn=end_with_parent
-    )
-    norms = [[f"{x.double().norm():.6g}" for x in batch if torch.is_tensor(x)] for batch in batches]
+    # In a worker, if there are any, because a file opened here could not be sent to workers.
+    options = {"num_workers": min(args.num_workers, 1), "worker_init_fn": end_with_parent}
+    norms = []
+    for item in DataLoader(train_set, None, sampler=indices * 2, **options):
+        parts = item if isinstance(item, list) else [item]  # The loader makes tuples lists.
+        numbers = [torch.as_tensor(x) for x in parts if isinstance(x, (torch.Tensor, int, float))]
+        norms.append([f"{x.double().norm():.6g}" for x in numbers])
     if norms[:8] != norms[8:]:
         raise ValueError("an item differs when read again: make_task() says what it may draw")
     names = {parameter: name for name, parameter in net.named_parameters()}
@@ -437,35 +476,34 @@ def identify(args, train_set, net, optimizer):
     if None in parameters:
         raise ValueError("the optimizer has a parameter that the net lacks: add it to the net")
     data = zlib.crc32(repr(norms).encode())
-    options = [f"{args.seed=}", f"{args.global_batch_size=}", f"{len(train_set)=}", f"{data=}"]
-    return [*options, f"{SUMS=}", f"optimizer {type(optimizer).__name__}", f"{parameters=}"]
+    options = [f"{args.seed=}", f"{args.global_batch_size=}", f"{args.shares=}"]
+    task = [f"{len(train_set)=}", f"{data=}", f"{SUMS=}", f"optimizer {type(optimizer).__name__}"]
+    return [*options, *task, f"{parameters=}"]
 
 
 def save_checkpoint(path, identity, parts, progress):
     """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
 
     identity: texts that resume() compares. parts: a dictionary of objects with a state_dict().
-    progress: (epoch, samples_read, sums). Raises FloatingPointError if the net is not finite (so
-    register a mask of -inf with persistent=False), and OSError if the file cannot be written or
-    loaded again. Then the old file stays.
+    progress: (epoch, samples_read, sums). Raises FloatingPointError if the net holds a nan, and
+    OSError if the file cannot be written or loaded again. Then the old file stays.
     """
     states = {name: part.state_dict() for name, part in parts.items()}
     for name, value in states["net"].items():
-        if torch.is_tensor(value) and not value.isfinite().all():
-            raise FloatingPointError(f"{name} is not finite, so nothing was written to {path}")
+        if torch.is_tensor(value) and value.isnan().any():
+            raise FloatingPointError(f"{name} holds a nan, so nothing was written to {path}")
     try:
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save({"identity": identity, "progress": progress, **states}, file)
-            file.flush()
-            os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-        # This fails where resume() would, as when another job writes it, too.
-        torch.load(f"{path}.tmp", map_location="cpu", weights_only=True, mmap=True)
-        os.replace(f"{path}.tmp", path)
+        # If two jobs have one checkpoint, each writes in a folder of its own.
+        with tempfile.TemporaryDirectory(".tmp", dir=os.path.dirname(path)) as folder:
+            temporary = f"{folder}/checkpoint"
+            with open(temporary, "wb") as file:
+                torch.save({"identity": identity, "progress": progress, **states}, file)
+                file.flush()
+                os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
+            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # as resume()
+            os.replace(temporary, path)
     except Exception as error:
-        reason = error
-        while reason.__context__:  # PyTorch's own error hides the first one, such as a full disk.
-            reason = reason.__context__
-        raise OSError(f"nothing was written to {path}: {reason!r:.300}") from error
+        raise OSError(f"nothing was written to {path}: {error}") from error
 
 
 def resume(path, identity, parts):
@@ -489,10 +527,12 @@ def resume(path, identity, parts):
             progress = checkpoint["progress"]
         except Exception as error:
             raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
-    require_equal(  # RANKS MEET before rank 0 writes.
-        {*identity, f"(epoch, sample) {progress[:2]}"},
-        f"the ranks have unequal data, or do not all find {path}",
-    )
+    texts = {*identity, *parts["net"].state_dict(), f"(epoch, sample) {progress[:2]}"}
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, texts)  # RANKS MEET before rank 0 writes.
+    if unequal := set.union(*reports) - set.intersection(*reports):
+        problem = f"the ranks have unequal data or nets, or do not all find {path}"
+        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
     return progress
 
 
@@ -500,8 +540,8 @@ def resume(path, identity, parts):
 def seed_generators(seed, *place):
     """Seed the generators of PyTorch, NumPy and Python for a place in the training.
 
-    The place of an item is (epoch, index), that of a step (epoch, samples_read, rank).
-    So no checkpoint has to hold the state of a generator.
+    It is (epoch, index) for an item, and (epoch, samples_read, its number) for a share. So no
+    checkpoint has to hold the state of a generator.
     """
     # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)
@@ -533,59 +573,7 @@ class SeededItems(Dataset):
         return self.dataset[index]
 
 
-# ---- 8. BatchNorm over the job
-def convert_batch_norm(net):
-    """Return the net with BatchNorm layers that see the samples of all ranks in training.
-
-    On GPUs they become nn.SyncBatchNorm. On CPUs each rank gathers all samples (of equal shape)
-    before a layer, and keeps its own after it. Raises TypeError on GPUs for a subclass, whose
-    additions nn.SyncBatchNorm would drop.
-    """
-    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    layers = [layer for layer in net.modules() if isinstance(layer, batch_norms)]
-    if next(net.parameters()).is_cuda:
-        if others := set(map(type, layers)).difference(batch_norms):
-            raise TypeError(f"nn.SyncBatchNorm cannot replace {others}: use --local-bn")
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    for layer in layers:
-        layer.register_forward_pre_hook(gather_samples)
-        layer.register_forward_hook(keep_own_samples)
-    return net
-
-
-class AllGather(torch.autograd.Function):
-    """Join all ranks' samples. Each affects every rank's loss, so in the backward pass each rank
-    gets the gradients of its own samples from all ranks, and adds them up.
-    """
-
-    @staticmethod
-    def forward(context, x):
-        shares = x.new_empty(dist.get_world_size(), *x.shape)
-        dist.all_gather(list(shares), x.contiguous())  # RANKS MEET
-        return shares.flatten(0, 1)
-
-    @staticmethod
-    def backward(context, gradient):
-        received = gradient.new_empty(gradient.shape)
-        dist.all_to_all_single(received, gradient.contiguous())  # RANKS MEET: part r goes to r.
-        return sum(received.chunk(dist.get_world_size()))
-
-
-def gather_samples(layer, inputs):
-    """Before a BatchNorm layer: replace this rank's samples by those of all ranks."""
-    if layer.training:
-        return AllGather.apply(*inputs)
-
-
-def keep_own_samples(layer, inputs, output):
-    """After a BatchNorm layer: keep this rank's part of the output."""
-    if layer.training:
-        # A piece of chunk() would refuse operations in place, such as nn.ReLU(inplace=True).
-        shares = output.unflatten(0, (dist.get_world_size(), -1))
-        return shares[dist.get_rank()]  # RANKS DIFFER
-
-
-# ---- 9. Hangs, and processes that are left over
+# ---- 8. Hangs, and processes that are left over
 def end_with_parent(worker_id=None):
     """Have Linux kill this process, a rank or a loader worker, when its parent ends.
 

@@ -17,6 +17,8 @@ The tests need chapter 1 of ddp_reference.py as it is.
 """
 
 import contextlib
+import copy
+import ctypes
 import io
 import logging
 import os
@@ -28,9 +30,11 @@ import socket
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import unittest
 from argparse import ArgumentParser
+from collections import Counter, OrderedDict
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -50,6 +54,7 @@ import ddp_reference as ddp
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=127.0.0.1"
 SOURCE = Path(ddp.__file__).read_text()
 os.environ |= {
     "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
@@ -143,7 +148,7 @@ class Lesson1Sampler(TestCase):
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
 
 
-# ---- What Lessons 2 to 5 share: a comparison, data and nets
+# ---- What Lessons 2 to 5 share: a comparison, data, nets, and a step in plain PyTorch
 def assert_close(actual, expected, what, tolerance=2e-5):
     """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
     options = {"rtol": tolerance, "atol": tolerance}
@@ -171,49 +176,66 @@ def net_with_batch_norm():
     return nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net(), nn.BatchNorm1d(3))
 
 
+def plain_step(net, optimizer, shares, seed, clip_grad_norm=0):
+    """Do what train_step() does in plain PyTorch, in one process with all shares."""
+    num_labels = sum((y != -100).sum() for _, y in shares)
+    buffers = copy.deepcopy(dict(net.named_buffers()))
+    for number in reversed(range(len(shares))):  # Share 0 is last, so its buffers remain.
+        net.load_state_dict(buffers, strict=False)
+        ddp.seed_generators(*seed, number)
+        x, y = shares[number]
+        (F.cross_entropy(net(x), y, reduction="sum") / num_labels).backward()
+    if clip_grad_norm:
+        nn.utils.clip_grad_norm_(net.parameters(), clip_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 # ---- Lesson 2: a step (train_step)
 # A step must move the net as one process with the whole batch would, even if the ranks have
 # different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three labels, with
 # loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
-# each rank computes the gradient of its sum of losses, 7 and 9 (perhaps in micro-batches). DDP
-# averages these to the gradient of 16 / 2 = 8. Then train_step() multiplies it by the 2 ranks and
-# divides it by the 4 labels, which an all-reduce has counted.
+# an all-reduce counts the 4 labels first. Then rank 0 computes the gradient of 2 * 7 / 4 = 3.5, and
+# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these to the gradient of 4. (The 2 is the world size,
+# by which DDP divides. If a rank has several shares, their gradients add up.)
 #
-# To break it as most loops do, replace `parameter.grad *= factor` by `pass`, and
-# `sums[1].backward()` by `(sums[1] / (batch[-1] != -100).sum()).backward()`. Two ranks have 140 and
-# 130 labels. What weight does the loss of a label get?
+# To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. Two ranks have
+# 140 and 130 labels. What weight does the loss of a label get?
 # Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. So 0.weight ends up to 0.0005 off.
 #
-# Or let train_step() call `forward(model.module, micro_batch, amp)`. What does `bash run.sh` say?
+# Or let train_step() call `forward(model.module, shares[number], amp)`. What says `bash run.sh`?
 # Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
-# (To mend it, average yourself: replace `parameter.grad *= factor` by
-# `dist.all_reduce(parameter.grad.mul_(factor / dist.get_world_size()))`. Then both pass.)
-def compare_step(make_net, micro_batch_size, args, device):
-    """On a rank: train on its share of a batch, and compare with one process."""
-    x, y = Ragged(12).tensors
-    expected = make_net()
-    F.cross_entropy(expected(x), y).backward()
-    # With Adam a step hardly depends on a factor, so a wrong one would not show.
-    torch.optim.SGD(expected.parameters(), lr=1).step()
+def compare_steps(make_net, num_shares, at_once, args, device):
+    """On a rank: take two steps with its shares of a batch, and compare with one process.
 
-    # This rank has an equal net, and every world_size-th sample. (convert_batch_norm: Lesson 4.)
+    at_once: whether that computes the batch as a whole, or share by share.
+    """
+    x, y = (tensor.to(device) for tensor in Ragged(12).tensors)
+    x = x.double()  # In float64 hardly anything is rounding.
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    net = ddp.convert_batch_norm(make_net().to(device))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1)
-    model = ddp.DistributedDataParallel(net)
-    ddp.train_step(model, optimizer, (x[rank::world_size], y[rank::world_size]), micro_batch_size)
+    num_shares = num_shares or world_size
+    shares = [(x[number::num_shares], y[number::num_shares]) for number in range(num_shares)]
+    nets = [make_net().double().to(device) for _ in range(2)]
+    # With Adam a step hardly depends on a factor, so a wrong one would not show.
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1) for net in nets]
+    model = ddp.DistributedDataParallel(nets[0])
+    for step in range(2):
+        ddp.train_step(model, optimizers[0], shares[rank::world_size], (step,))
+        plain_step(nets[1], optimizers[1], [(x, y)] if at_once else shares, (step,))
 
-    for name, start in make_net().state_dict().items():
-        moves = (end.state_dict()[name].cpu() - start for end in (net, expected))
-        assert_close(*moves, f"{name} of rank {rank} of {world_size} ({micro_batch_size=})")
+    ddp.sync_buffers(nets[0])
+    for name, expected in nets[1].state_dict().items():
+        what = f"{name} of rank {rank} of {world_size} ({num_shares=})"
+        assert_close(nets[0].state_dict()[name], expected, what, 1e-12)
     print("equal")
 
 
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
-        for world_size, micro_batch_size in product(range(1, 5), (None, 2)):
-            printed = run_job(world_size, train=partial(compare_step, plain_net, micro_batch_size))
-            assert all("equal" in text for text in printed)
+        # With 12 shares some have no label, and so has rank 3 of 4 with a share for each rank.
+        for num_shares, world_size in product((None, 12), range(1, 5)):
+            compare = partial(compare_steps, plain_net, num_shares, True)
+            assert all("equal" in text for text in run_job(world_size, train=compare))
 
 
 # ---- Lesson 3: evaluation (evaluate)
@@ -223,13 +245,13 @@ class Lesson2Step(TestCase):
 # hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
 # All ranks must evaluate the net of rank 0, which is saved. BatchNorm evaluates with running means
-# and variances, and with --local-bn (Lesson 4) each rank has its own.
+# and variances, and each rank has those of its last share (Lesson 4).
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
 # Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
 # only that of rank 0.
 #
-# Or replace `dist.broadcast(buffer, src=0)` by `pass`. Do the ranks agree?
+# Or leave out `sync_buffers(net)` there. Do the ranks agree?
 # Then they do, but on a wrong loss, 1.100: it is one sum, of losses by different statistics.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
@@ -259,52 +281,60 @@ def compare_evaluation(num_samples, args, device):
 class Lesson3Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process(self):
         for world_size, num_samples in product(range(1, 5), (25, 2)):
-            printed = run_job(world_size, train=partial(compare_evaluation, num_samples))
-            assert all("equal" in text for text in printed)
+            compare = partial(compare_evaluation, num_samples)
+            assert all("equal" in text for text in run_job(world_size, train=compare))
 
 
-# ---- Lesson 4: BatchNorm over the job (chapter 8)
-# A BatchNorm layer normalizes by the mean and variance of what it sees. Let rank 0 have the values
-# 1 and 5, and rank 1 the values 3 and 3. With --local-bn rank 0 gets -1 and 1. After
-# convert_batch_norm() each rank sees all four, with mean 3 and variance 2, and keeps its own
-# results: about -1.4 and 1.4 on rank 0, and zeros on rank 1.
+# ---- Lesson 4: shares (train_step, seed_generators)
+# Many nets look at several samples at once, or draw random numbers. BatchNorm makes -1 and 1 of the
+# values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on who
+# computes what, unless that is fixed. Therefore a step has S shares. Share s has the samples, and
+# the random numbers, of rank s in a job with S ranks. It begins with the buffers that the step
+# before has left on rank 0, such as running means. Then it does not matter whether 4 ranks compute
+# a share each, or 1 rank all 4.
 #
-# So a value of rank 0 now also changes the loss of rank 1: if the 5 becomes 6, the mean becomes
-# 3.25, and the results of rank 1 fall from 0 to about -0.14. DDP combines only the gradients of
-# parameters, so AllGather.backward() adds up those of a layer's input.
+# To break it, replace `number * world_size` by `0` where train_step() seeds. Do 4 ranks differ?
+# Then no, but 2 and 1 do: all shares of a rank drop the same logits.
 #
-# Lesson 2 then holds for a net with BatchNorm, but not in micro-batches, because a layer sees only
-# one of them at a time. (On GPUs nn.SyncBatchNorm replaces our functions. To break ours, hide the
-# GPUs: put `CUDA_VISIBLE_DEVICES=` before `bash`.)
-#
-# To break it, let AllGather.backward() return only what this rank has computed for its samples,
-# `gradient.chunk(dist.get_world_size())[dist.get_rank()]`. Does `bash run.sh` find unequal nets?
-# Then inputs lack the gradient of the other rank's loss. DDP averages, so the nets are equal, but
-# wrong: val_accuracy ends at 0.905, not 0.935.
-#
-# Or divide what it returns by `dist.get_world_size()`. How far does 0.weight move?
-# Then this function and DDP both divide by 2, but train_step() multiplies by 2 only once. So on two
-# ranks 0.weight (of the first layer) moves half as far, because the last, BatchNorm, halves it.
-class Lesson4BatchNorm(TestCase):
-    def test_batch_norm_sees_the_samples_of_all_ranks(self):
-        for world_size in range(1, 5):
-            printed = run_job(world_size, train=partial(compare_step, net_with_batch_norm, None))
-            assert all("equal" in text for text in printed)
+# Or let `buffers = None` stand for the call of sync_buffers() there. Do 4 ranks differ?
+# Then no, but on 1 rank each share begins with the running mean that the one before has left.
+class RunningMean(nn.Module):
+    """Subtract a mean of the batches before. The forward pass reads a buffer, and replaces it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, 1))
+
+    def forward(self, x):
+        output = x - self.mean
+        if self.training:
+            self.mean = (self.mean + x.mean((0, 2))[:, None]) / 2
+        return output
+
+
+def net_for_shares():
+    return nn.Sequential(RunningMean(), net_with_batch_norm(), nn.Dropout(0.1))
+
+
+class Lesson4Shares(TestCase):
+    def test_a_step_in_shares_is_that_of_a_plain_loop_over_them(self):
+        for world_size in (4, 2, 1):
+            compare = partial(compare_steps, net_for_shares, 4, False)
+            assert all("equal" in text for text in run_job(world_size, train=compare))
 
 
 # ---- Lesson 5: the number of ranks, and stops (chapter 4)
-# plain_loop(), below, is plain PyTorch in one process. It computes each batch as a whole, and never
-# resumes. A job with augmentation, a warm-up, clipping, uneven labels and two learning rates must
-# end with the loop's net on any number of ranks, even if killed and resumed on another number, or
-# in micro-batches (without BatchNorm, see Lesson 4). It does, because
-# - a step's samples (Lesson 1), gradient (2) and BatchNorm (4) are those of one process,
+# plain_loop(), below, is plain PyTorch in one process, and never resumes. A job with augmentation,
+# BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning rates must end with the
+# loop's net on any number of ranks, even if killed and resumed on another number. It does, because
+# - a step's samples (Lesson 1), gradient (2) and shares (4) are those of one process,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, leave out `// dist.get_world_size()` in make_loaders(). How many of the five steps of
-# an epoch does `bash run.sh --nproc-per-node 2 --log-every 1` print?
-# Then two: each reads 480 but counts 240. The other 240 of 1200 are left out.
+# To break it, let make_loaders() give each DataLoader the whole `args.global_batch_size`. How many
+# of the five steps of an epoch does `bash run.sh --log-every 1` print?
+# Then none: a share has 150 of the 1200 samples, which is less than a batch.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then those that were stopped, because they lose the optimizer's momentum.
@@ -321,10 +351,9 @@ class Augmented(Ragged):
 
 
 def make_augmented_task(args, device):
-    """Return a task. With --micro-batch-size its net has no BatchNorm."""
-    net = plain_net() if args.micro_batch_size else ddp.ConvNet()
+    net = net_for_shares().to(device)
     groups = []
-    for number, parameter in enumerate(net.to(device).parameters()):
+    for number, parameter in enumerate(net.parameters()):
         groups.append({"params": [parameter], "lr": args.lr * (1 + number % 2)})
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
     return Augmented(NUM_SAMPLES), Ragged(10), net, optimizer
@@ -336,28 +365,27 @@ def plain_loop(args, device):
     train_set, _, net, optimizer = make_augmented_task(args, device)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler = TorchSampler(train_set, seed=args.seed)
-    batch_size = args.global_batch_size
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        for step, indices in enumerate(BatchSampler(sampler, batch_size, drop_last=True)):
+        batches = BatchSampler(sampler, args.global_batch_size, drop_last=True)
+        for step, indices in enumerate(batches):
             samples = []
             for index in indices:
                 ddp.seed_generators(args.seed, epoch, index)
-                samples.append(train_set[index])
-            x, y = default_collate(samples)
-            F.cross_entropy(net(x.to(device)), y.to(device)).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
+                samples.append([tensor.to(device) for tensor in train_set[index]])
+            samples_read = step * args.global_batch_size
             for group, lr in zip(optimizer.param_groups, base_lrs):
-                group["lr"] = lr * min(1, epoch + step * batch_size / NUM_SAMPLES + 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+                group["lr"] = lr * min(1, epoch + samples_read / NUM_SAMPLES + 0.1)
+            shares = [default_collate(samples[s :: args.shares]) for s in range(args.shares)]
+            place = args.seed, epoch, samples_read
+            plain_step(net, optimizer, shares, place, args.clip_grad_norm)
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
 def stop_at(stop_after, args, epochs_done):
-    """In place of lr_factor(): warm up, and end like a killed process after so many epochs."""
-    if epochs_done >= stop_after:
-        os._exit(0)
+    """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
+    if epochs_done >= stop_after and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     return np.float64(min(1, epochs_done + 0.1))  # A NumPy number must work, too.
 
 
@@ -367,24 +395,24 @@ def net_after(options, runs, **replacements):
     options = f"{options} --checkpoint {path} --checkpoint-every 1"
     for number, (ranks, stop_after) in enumerate(runs):
         replacements["lr_factor"] = partial(stop_at, stop_after)
-        printed, *_ = run_job(ranks, options, **replacements)
-        assert ("resuming" in printed) == (number > 0), runs
+        with expect_kill() if stop_after < np.inf else contextlib.nullcontext():
+            run_job(ranks, options, **replacements)
+        assert ("resuming" in Path("rank0").read_text()) == (number > 0), runs
     return torch.load(path, map_location="cpu")["net"]
 
 
 class Lesson5NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
-        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is stopped before steps 3 and 5 of 6.
+        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 6.
         stopped = [(4, 0.5), (3, 1.2), (2, np.inf)]
         for option, runs in (
-            ("--num-workers 1", [(1, np.inf)]),
-            ("", stopped),
-            ("--micro-batch-size 2", stopped),
+            ("--shares 1 --num-workers 1", [(1, np.inf)]),
+            ("--shares 12", stopped),
         ):
             options = f"{OPTIONS} {option}"
             expected = net_after(options, [(1, np.inf)], train=plain_loop)
             net = net_after(options, runs, make_task=make_augmented_task)
-            assert_close(net, expected, f"(ranks, epochs until a stop): {runs}, {options}")
+            assert_close(net, expected, f"(ranks, epochs until a kill): {runs}, {options}")
 
 
 # ---- The other guarantees: what is refused, printed and saved
@@ -403,14 +431,14 @@ def be_rank(rank, world_size, port, options, replacements):
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # run_job() has made the store.
     }
     vars(ddp).update(replacements)
-    sys.argv = ["ddp_reference.py", *f"--timeout 60 {options}".split()]
+    sys.argv = ["ddp_reference.py", *f"--timeout 60 --shares {world_size} {options}".split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
         ddp.main()
     assert not dist.is_initialized()
 
 
 def run_job(world_size, options="", **replacements):
-    """Run a job on so many ranks: return what each rank printed.
+    """Run a job on so many ranks, by default with a share for each: return what each rank printed.
 
     replacements: functions by name, in place of those of ddp_reference.py. They are pickled, so
     they must be at the top level. Raises mp.ProcessRaisedException if a rank raises.
@@ -425,6 +453,11 @@ def run_job(world_size, options="", **replacements):
     return [Path(f"rank{rank}").read_text() for rank in range(world_size)]
 
 
+def expect_kill():
+    """Return a context manager for a job whose rank 0 is killed. The others may fail before."""
+    return TestCase().assertRaises((mp.ProcessExitedException, mp.ProcessRaisedException))
+
+
 def edited(text, *edits):
     """Return a program in which texts are replaced. edits: old, new, old, new and so on."""
     for old, new in zip(edits[::2], edits[1::2]):
@@ -434,8 +467,9 @@ def edited(text, *edits):
 
 
 def be_program():
-    """In place of main(): run program.py. Without a GPU for each rank, it sees none."""
-    if int(os.environ["WORLD_SIZE"]) > GPUS:
+    """In place of main(): run program.py. If it needs a GPU for each rank, it may see none."""
+    needs_gpus = "os.environ['LOCAL_RANK']" in Path("program.py").read_text()
+    if needs_gpus and int(os.environ["WORLD_SIZE"]) > GPUS:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     runpy.run_path("program.py", run_name="__main__")
 
@@ -447,34 +481,35 @@ def run_edited(world_size, options, *edits, text=SOURCE):
 
 
 # A small job with four steps an epoch. If an option is given twice, the later one counts.
-SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12"
+SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12 --shares 12"
 
 ADAM = "Adam(net.parameters()"
-BATCHES = "watched(train_loader, args.timeout)"
+NET = "net = ConvNet().to(device)"
+BATCHES = "watched(zip(*train_loaders), args.timeout)"
 WRAP = "model = DistributedDataParallel(net)"
-ON_GPU = "next(net.parameters()).is_cuda", "True"
+EXTRA = "dist.get_rank() and net.register_buffer('extra', torch.ones(1))"
 # (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
 # this pattern, leave ck as it was, and make no file `new`.
+NEW = "--checkpoint new"
 FAULTS = (
-    ("--seed 9 --num-samples 60 --global-batch-size 24", r"seed=0, .*size=12, len.*=48, data="),
+    ("--seed 9 --num-samples 60 --global-batch-size 24 --shares 6", "seed=0.*=12.*=12.*=48.*data="),
     ("--num-samples 6", "larger than the training set"),
-    ("--lr inf", "is not finite, so nothing was written to .*ck"),
+    ("--lr inf", "holds a nan, so nothing was written to .*ck"),
     ("--checkpoint code", "Weights only load failed"),
     ("--checkpoint flipped", "flipped is damaged .*: .*a checksum is wrong"),
     ("", "with optimizer Adam, parameters=", ADAM, "SGD(reversed([*net.parameters()])"),
     ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
     ("", "of a job with SUMS=.*accuracy", '"accuracy")', '"top1")'),
     ("", "an item differs", "dataset[index]", "dataset[index][0].mul_(2),"),
-    ("--checkpoint new", "to .*new: .*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
+    (NEW, r"to .*new: (.|\n)*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
     ("", r"not all find .*\(0, 0\).*\(2, 0\)", "= resume(path", "= resume(path + 'x' * rank"),
-    ("--checkpoint new", "data.*'data=.*'data=", "length, args.seed)", "length, dist.get_rank())"),
-    ("--local-bn", "nets differ .*0.weight", WRAP, f"{WRAP}; net[0].weight.data += rank"),
-    ("", "nets differ .*1.running_var", "model.train()", "net[1].running_var += rank"),
+    (NEW, "data.*'data=.*'data=", "length, args.seed)", "length, dist.get_rank())"),
+    (NEW, "data.*'data=.*'data=", "dataset[index]", "dataset[index][0], dist.get_rank()"),
+    (NEW, "nets.*'extra'", NET, f"{NET}; {EXTRA}"),
+    ("", "ranks' 0.weight differ", WRAP, f"{WRAP}; net[0].weight.data += rank"),
     ("", r"needs DistributedDataParallel\(net\)", WRAP, "model = net"),
-    ("", "a batch must be tensors", BATCHES, "[{'x': 0}]"),
-    ("", "the sample as dim", BATCHES, "[(torch.ones(1), torch.ones(2))]"),
-    ("", "cannot replace .*Own", *ON_GPU, "nn.BatchNorm1d(", 'type("Own", (nn.BatchNorm1d,), {})('),
-    ("", "to .*ck: OSError.*No space left", 'open(f"{path}.tmp"', 'open("/dev/full"'),
+    ("", "a batch must be a sequence of tensors", BATCHES, "[[{'x': 0}]]"),
+    ("", r"No space left(.|\n)*nothing was written to .*ck", "open(temporary", "open('/dev/full'"),
 )
 
 
@@ -483,6 +518,24 @@ def make_timed_task(args, device):
     time.perf_counter = iter(range(0, 99, 2)).__next__  # Each look at the clock takes two seconds.
     net = plain_net().to(device)
     return Ragged(48), Augmented(25), net, torch.optim.Adam(net.parameters(), lr=args.lr)
+
+
+def stock_ddp(args, device):
+    """In place of train(): do what PyTorch's tutorials do, with a mean loss."""
+    ddp.seed_generators(args.seed)
+    train_set, _, net, optimizer = ddp.make_task(args, device)
+    model = ddp.DistributedDataParallel(net)
+    sampler = TorchSampler(train_set, seed=args.seed)
+    loader = DataLoader(train_set, args.global_batch_size // dist.get_world_size(), sampler=sampler)
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):  # The random numbers are those of shares.
+            ddp.seed_generators(args.seed, epoch, step * args.global_batch_size, dist.get_rank())
+            F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
 class OtherGuarantees(TestCase):
@@ -499,9 +552,14 @@ class OtherGuarantees(TestCase):
                 assert f"{list(ours)}" == f"{list(theirs)}", arguments
                 assert vars(theirs).items() <= vars(ours).items(), arguments
 
+        for rank, samples_read in ((2, 0), (-1, 0), (1, 3)):
+            with self.assertRaises(ValueError):
+                ddp.DistributedSampler(range(8), 2, rank).set_epoch(0, samples_read)
+
     def test_what_cannot_work_is_refused_in_one_line(self):
         for options, variables, pattern in (
-            ("--nproc-per-node 7", {}, "must be a multiple of the number of processes"),
+            ("--nproc-per-node 7", {}, "try --shares 7 --global-batch-size 245"),
+            ("--shares 9 --nproc-per-node 3", {}, "try --shares 3 --global-batch-size 240"),
             ("--checkpoint-every 1", {}, "--checkpoint-every needs --checkpoint"),
             ("--epochs 0", {}, "invalid positive_int value"),
             ("", {"RANK": "0"}, "start torchrun"),
@@ -529,66 +587,89 @@ class OtherGuarantees(TestCase):
                 run_edited(2, f"{SMALL} --epochs 3 --checkpoint ck {options}", *edits)
             assert Path("ck").read_bytes() == intact and not os.path.exists("new"), pattern
 
-    def test_a_step_calls_two_collectives_and_never_item(self):
+    def test_a_step_calls_four_collectives_and_never_item(self):
+        """They are of the count of labels, the buffers, the gradients and the sums."""
         profiled = """    with torch.profiler.profile() as profile:
         train(args, device)
     print([event.name for event in profile.events()])"""
         # Reading a sample calls .item(). Both jobs read 84, in 14 steps of 6 and 6 of 14, so they
         # differ by what 8 steps call. Adam on a CPU also calls it, so this task uses SGD.
-        edits = "    train(args, device)", profiled, ADAM, "SGD(net.parameters()"
-        options = f"{SMALL} --num-samples 42 --micro-batch-size 2 --clip-grad-norm 1 --local-bn"
+        edits = "    train(args, device)", profiled, ADAM, "SGD(net.parameters()", "(25", "(42"
+        options = f"{SMALL} --num-samples 42 --shares 2 --clip-grad-norm 1"
         of_14_steps, _ = run_edited(2, f"{options} --global-batch-size 6", *edits)
         of_6_steps, _ = run_edited(2, f"{options} --global-batch-size 14", *edits)
 
-        for operator, expected in (("c10d::", 2 * 8), ("aten::item", 0)):
+        for operator, expected in (("c10d::", 4 * 8), ("aten::item", 0)):
             of_8_steps = of_14_steps.count(operator) - of_6_steps.count(operator)
             self.assertEqual(of_8_steps, expected, operator)
 
-    def test_ranks_steps_and_micro_batches_draw_their_own_numbers(self):
-        """Dropout masks differ, also after a stop. With --amp all logits are bfloat16.
+    def test_with_a_share_for_each_rank_it_is_stock_ddp_bit_for_bit(self):
+        options = "--epochs 2 --num-samples 48 --length 64 --global-batch-size 12 --shares 2"
+        run_job(2, f"{options} --checkpoint stock", train=stock_ddp)
+        expected = torch.load("stock", map_location="cpu")["net"]
+        for ranks, tolerance in ((2, 0), (1, 2e-6)):
+            run_job(ranks, f"{options} --checkpoint of{ranks}")
+            net = torch.load(f"of{ranks}", map_location="cpu")["net"]
+            assert_close(net, expected, f"on {ranks} ranks", tolerance)
 
-        Batches without a label, --local-bn, and a text as state of the net are no errors.
+    def test_all_places_and_generators_draw_their_own_numbers(self):
+        drawn = set()
+        for place in product(range(3), repeat=3):
+            ddp.seed_generators(*place)
+            drawn |= {torch.randint(2**60, ()).item(), np.random.randint(2**60), random.random()}
+            drawn |= {torch.randint(2**16, ()).item(), np.random.randint(2**16)}
+        self.assertEqual(len(drawn), 5 * 27)
+
+    def test_unusual_jobs_are_not_refused(self):
+        """Their items are joined by the user's function, and no batch has a label. Copies differ by
+        rounding, a mask is infinite, a text is state of the net, and a buffer that is not saved has
+        another size on each rank. With --amp logits are bfloat16.
         """
-        # Each micro-batch draws, as dropout does. Items do not seed, as if workers read them.
-        draw = """        output = model(*inputs)
+        collate = "lambda items: [torch.stack(x) for x in list(zip(*items))[2:]]"
+        step = """output = model(*inputs)
         assert output.dtype == torch.bfloat16
-        assert len(output) <= 3
-        if output.requires_grad:
-            assert torch.randint(2**16, ()) != np.random.randint(2**16)
-            print("number", torch.rand(1, device=device).item())
-        return batch_sums(output, 0 * y - 100"""
-        extra = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
+        return batch_sums(output, 0 * y - 100)"""
+        net = f"""{NET}
+    ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: "text"
+    net.register_buffer("mask", torch.full((3,), -torch.inf))
+    net.register_buffer("cache", torch.ones(dist.get_rank() + 1), persistent=False)"""
         edits = (
-            *("        return batch_sums(model(*inputs), y", draw),
-            *("seed_generators(self.seed, self.epoch.item(), index)", "pass"),
-            *("(*layers[:-1])", f"(*layers[:-1])\n        {extra}"),
+            *("return self.dataset[index]", "return 'text', None, *self.dataset[index]"),
+            *('"pin_memory"', f'"collate_fn": {collate}, "pin_memory"'),
+            *("samples_read +=", "net[0].weight.data *= 1 + rank * 2**-23; samples_read +="),
+            *("return batch_sums(model(*inputs), y)", step),
+            *(NET, net),
         )
-        options = f"{SMALL} --micro-batch-size 3 --amp --checkpoint drawn --checkpoint-every 1"
-        stop = "return 1", "return 1 if epochs_done < 1.3 else os._exit(0)"
-        until_stop = run_edited(2, f"{options} --local-bn", *edits, *stop)
-        after_stop = run_edited(2, options, *edits)
+        options = f"{SMALL} --shares 2 --epochs 20 --amp --checkpoint unusual"
+        self.assertIn("\nepoch 19 | loss nan", run_edited(2, options, *edits)[0])
 
-        drawn = re.findall(r"number \S+", "".join(until_stop + after_stop))
-        # 2 ranks make 8 steps of 2 micro-batches.
-        assert len(set(drawn)) == len(drawn) == 32, drawn
+    def test_two_jobs_with_one_checkpoint_do_not_mix(self):
+        class Meanwhile:
+            def __reduce__(self):  # This is called when the file is half written.
+                save({"net": nn.Linear(300, 300)})
+                return OrderedDict, ()
+
+        save = partial(ddp.save_checkpoint, "both", [], progress=0)
+        state = {"weight": torch.ones(10**5), "then": Meanwhile()}
+        save({"net": mock.Mock(state_dict=lambda: state)})
+        assert torch.load("both")["net"]["weight"].shape == (10**5,)
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         # With a learning rate of 0 the net stays what it is.
-        means = "loss {:.4f} accuracy {:.4f}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
+        means = "loss {:#.5g} accuracy {:#.5g}".format(*loss_and_accuracy(plain_net(), Ragged(48)))
         val_set = ddp.SeededItems(Augmented(25), seed=1)
         assert val_set.epoch.is_shared(), "forked loader workers would not see the epoch"
-        all_means = means + " | val_loss {:.4f} val_accuracy {:.4f}".format(
+        all_means = means + " | val_loss {:#.5g} val_accuracy {:#.5g}".format(
             *loss_and_accuracy(plain_net(), val_set)
         )
-        # What a killed job has left of a file does no harm, and a link stays a link.
-        os.symlink("target", "link")
-        Path("target.tmp").write_text("half a file")
+        os.symlink("target", "link")  # A link stays a link.
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
         run_three = partial(run_job, 3, make_task=make_timed_task)
         # The first run saves --lr 1, which must not come back, and ends before its first step.
-        run_three(f"{options} --lr 1", lr_factor=partial(stop_at, 0))
-        assert os.path.exists("target")
-        run_three(options, lr_factor=partial(stop_at, 0.7))
+        for more, stop_after in (("--lr 1", 0), ("", 0.7)):
+            with expect_kill():
+                run_three(f"{options} {more}", lr_factor=partial(stop_at, stop_after))
+            assert os.path.exists("target")
 
         printed = "".join(run_three(options))  # Only rank 0 may print.
 
@@ -671,11 +752,12 @@ class ReadmePrograms(TestCase):
         sys.argv = ["ddp_reference.py"]
         world_size = ddp.parse_args()[0].nproc_per_node
 
-        out, *_ = run_job(world_size)
+        out, *_ = run_job(world_size, "--shares 8")
 
-        kind = f"nccl, world size {GPUS}, cuda" if GPUS else "gloo, world size 2, cpu"
-        self.assertIn(f"ddp on {kind}, global batch size 240, torch ", out)
-        printed, shown = (read_means(text)["epoch 5"] for text in (out, README.read_text()))
+        kind = f"nccl, world size {GPUS}" if GPUS else "gloo, world size 2"
+        self.assertIn(f"ddp on {kind}, global batch size 240 in 8 shares, torch ", out)
+        place = "epoch 5 | loss # accuracy # | val_loss # val_accuracy # | "
+        printed, shown = (read_numbers(text)[place] for text in (out, README.read_text()))
         tolerance = 0.001 if GPUS else 0.0001  # A GPU rounds otherwise.
         assert_close(printed, shown, "A number is not the README's.", tolerance)
 
@@ -683,7 +765,7 @@ class ReadmePrograms(TestCase):
         one = printed_by("one.py", 1)
         for name in ("many.py", "dp.py"):
             self.assertEqual(printed_by(name, 2), one, name)
-        options = "--epochs 3 --lr 0.1"
+        options = "--epochs 3 --lr 0.1 --shares 4"
         self.assertEqual(*(printed_by("my_job.py", ranks, options) for ranks in (1, 2)))
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
@@ -717,31 +799,44 @@ class ReadmePrograms(TestCase):
 PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     if epochs_done > 1.3 and restarts == rank == "0":
         networks = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
-        print("networks", *networks, "workers by", mp.get_start_method())
+        host = os.environ["NCCL_HOSTID"]
+        print("networks", *networks, "host", host, "workers by", mp.get_start_method())
         signal.pause()
     return 1"""
 IGNORE = "    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after &\n"
 ORPHANED = f"""{IGNORE}    os.kill(os.getppid(), signal.SIGKILL)
     mp.parent_process().join()
     if sys.platform"""
+INTERRUPT = """    if dist.get_rank():
+        os.kill(os.getpid(), signal.SIGINT)
+    return 1"""
 STUCK = """if mp.current_process().name.endswith(":2"):  # identify() has started the first.
             print("stuck", flush=True)
             signal.pause()"""
-HANGING = f"""-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2
+HANGING = f"""{TORCHRUN} --nproc-per-node=2
 --max-restarts=1 hanging.py {SMALL} --timeout 15 --checkpoint hanging --checkpoint-every 1"""
-FORGETFUL = f"forgetful.py {SMALL} --global-batch-size 22 --epochs 20 --lr 0.003"
+# What two processes print is within 1e-5 of one, relative to 8e10.
+FOREIGN = """import os, sys
+assert sys.argv[1:] == ["a", "--log-every", "1"], sys.argv
+size = int(os.environ["WORLD_SIZE"])
+if os.environ["RANK"] == "0":
+    print(f"iter 0: loss=3e-5, iter 1: Loss: {8e10 + 1e5 * size}, took {size / 10} s")"""
+FORGETFUL = f"forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003"
 # name: (command, old, new, ...): NAME.py is ddp_reference.py with edits, for the command.
 SLOW_PROGRAMS = {
     "hanging": (HANGING, "return 1", PAUSE),
+    # Rank 1 alone gets Ctrl-C.
+    "interrupted": (f"interrupted.py {SMALL} --nproc-per-node 2", "    return 1", INTERRUPT),
     # The launcher is dead before this rank asks Linux for its own end.
     "orphan": ("orphan.py --nproc-per-node 1", "    if sys.platform", ORPHANED),
     # The loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C.
     "stuck": (
-        f"stuck.py {SMALL} --nproc-per-node 1 --num-workers 1",
+        f"stuck.py {SMALL} --shares 1 --nproc-per-node 1 --num-workers 1",
         *("seed_generators(self.seed, self.epoch.item(), index)", STUCK),
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
-    # The momentum is lost over the kill, long before the last epoch. Of 2 to 4 only 2 divides 22.
+    "foreign": ("-m test_ddp_reference check foreign.py a", SOURCE, FOREIGN),
+    # The momentum is lost over the kill, long before the last epoch.
     "forgetful": (
         f"-m test_ddp_reference check {FORGETFUL}",
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
@@ -779,20 +874,21 @@ class TheProcesses(TestCase):
     def test_the_watchdog_restarts_at_each_batch_and_is_stopped(self):
         printed, of_rank_1 = run_edited(
             2,
-            f"{SMALL} --epochs 1 --num-samples 12",
+            f"{SMALL} --epochs 1 --num-samples 12 --shares 2",
             "faulthandler.dump_traceback_later(",
             '(lambda seconds, exit: print("started", seconds, exit))(',
             "faulthandler.cancel_dump_traceback_later()",
             'print("stopped")',
         )
 
-        # On rank 0: at the start, at one batch of training, at three of validation (13 samples).
+        # On rank 0: at the start, at one step of training, at three batches of validation.
         self.assertRegex(printed, r"^started 63.0 True\nddp.*\n(started.*\n){4}epoch.*\nstopped\n$")
         self.assertRegex(of_rank_1, r"^(started 61.5 False\n){4}stopped\n$")
 
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         out, _ = wait_for("orphan", -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
+        wait_for("interrupted", 1)
         launcher = slow_programs()["stuck"]
         assert any(line == "stuck\n" for line in launcher.stdout), wait_for("stuck")
         launcher.send_signal(signal.SIGINT)
@@ -803,118 +899,181 @@ class TheProcesses(TestCase):
 
         times = re.findall(r"Timeout \((.*)\)!", err)
         self.assertEqual(times, ["0:00:16.500000", "0:00:18"])  # Rank 0 waits longer.
-        for function in ("lr_factor", "train_step"):
-            assert f" in {function}\n" in err, err
-        assert "networks lo lo workers by spawn\n" in out, out
+        self.assertRegex(err, " in lr_factor\n")
+        self.assertRegex(err, " in (train_step|named_means|check_copies)\n")  # NCCL waits later.
+        assert "networks lo lo host 0 workers by spawn\n" in out, out
         self.assertRegex(out, "resuming .* at epoch 1/2, sample 24")
 
 
 # ---- bash run.sh check
-FROM_THE_FIRST_STEP = """from the first step on: look at
-the samples and their order, the batch size, random numbers (dropout, collate function), BatchNorm,
-and a loss that knows its rank"""
-LATER = """only after some steps: if float64
+NUMBER = r"(?<![\w.])[-+]?(?:\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)(?!\w|\.\d)"
+# A time of the clock, or a number with a unit of time, size or speed, is no result.
+UNIT = r"[mun]?s|sec(?:ond)?s?|min(?:ute)?s?|h(?:ours?)?|[KMGT]i?B|\S+/s\w*|s/\S+"
+NO_RESULT = rf"\d+:\d\d\S*|(?<![\w.])[-+\d.e]+ ?(?:{UNIT})(?!\w)"
+EARLY = """in the first lines: look at the samples and
+their order, the batch size, random numbers (dropout, augmentation, collate function), BatchNorm,
+how losses and gradients are averaged, and what the ranks add up to print"""
+LATER = """only after some lines: if float64
 ends this (net.double() and such inputs in make_task, and no --amp), it is rounding that grows, with
-Adam perhaps by a bias before BatchNorm; otherwise look at how losses and gradients are averaged, or
-at evaluation if only epochs differ"""
+Adam perhaps by a bias before BatchNorm; otherwise look at how losses and gradients are averaged"""
+VALIDATION = """only in validation: look at samples
+that are read twice or not counted, and at means of means; or a bias before BatchNorm under Adam
+drifts by rounding, and the running mean lags behind"""
 
 
-def run_for_check(world_size, job, path, kill_at=None, show=False):
+def run_for_check(world_size, job, path, limit=1e6, kill_at=None, show=False):
     """Return what a job prints until it ends, or is killed at a line that contains kill_at.
 
-    job: a program and its options. path: of its checkpoint. show: print all but lines of steps.
+    job: a script and its options. path: of its checkpoint. limit: the seconds after which it seems
+    to hang. show: print all but lines of steps.
     """
+    script = Path(job[0]).read_text()
+    command, environment = [sys.executable, *job], dict(os.environ)
+    if "--nproc-per-node" not in script:
+        command[1:1] = [*TORCHRUN.split(), f"--nproc-per-node={world_size}"]
+        if GPUS == 1:  # Such a script wants a GPU for each process.
+            environment["CUDA_VISIBLE_DEVICES"] = ""
     # A later option counts, so the job's --checkpoint stays untouched.
-    ours = f"--nproc-per-node {world_size} --log-every 1 --checkpoint".split()
-    command = [sys.executable, *job, *ours, path]
-    process = Popen(command, text=True, stdout=PIPE, preexec_fn=ddp.end_with_parent)
-    printed = ""
+    for option, value in ("nproc-per-node", world_size), ("log-every", 1), ("checkpoint", path):
+        if re.search(rf"--{option}(?![\w-])", script):
+            command += [f"--{option}", f"{value}"]
+    end_with_check = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # as end_with_parent()
+    process = Popen(command, text=True, stdout=PIPE, env=environment, preexec_fn=end_with_check)
+    timer = threading.Timer(limit, process.terminate)
+    timer.start()
+    printed, killed = "", False
     try:
         for line in process.stdout:
             printed += line
             if kill_at and kill_at in line:
-                process.kill()
-            if show and ("samples/s" in line or not line.startswith("epoch")):
+                killed = True
+                process.terminate()  # Its ranks end with it.
+            if show and not re.match(r"epoch \d+ \| \d+/", line):
                 print(line, end="", flush=True)
-        if process.wait() not in (0, -signal.SIGKILL if kill_at else 0):
-            sys.exit(f"check: the job failed with {world_size} processes")
+        failed, ended = process.wait(), timer.finished.is_set()
+        if failed and not killed:
+            reason = f"seems to hang: it took {limit:.0f} s" if ended else "failed"
+            sys.exit(f"check: the job {reason} with {world_size} processes")
     finally:
-        process.kill()
+        timer.cancel()
+        process.terminate()
         process.communicate()  # until all its processes have ended
     return printed
 
 
-def read_means(printed):
-    """Return the means that a job has printed by their place, as in "epoch 0 | 240/1200"."""
-    means = {}
-    for place, line in re.findall(r"\b(epoch \d+(?: \| \d+/\d+)?) \| (.*)", printed):
-        numbers = np.array(re.findall(r" (-?\d+\.\d+|-?inf|nan)\b(?! samples/s)", line), float)
-        means[place] = np.where(np.isfinite(numbers), numbers, 1e9)  # so that nan equals nan
-    return means
+def read_numbers(printed, ignore="$^"):
+    """Return arrays of the numbers that a job has printed, by the rest of their line.
+
+    For "epoch 0 | loss 0.5" this is "epoch 0 | loss #", and "epoch 0 | loss # (2)" if it comes
+    again.
+    """
+    numbers, counts = {}, Counter()
+    for line in printed.splitlines():
+        line = re.sub(f"{NO_RESULT}|{ignore}", "", line, flags=re.IGNORECASE)
+        rest = re.sub(NUMBER, "#", line, flags=re.IGNORECASE)
+        if rest != line:
+            counts[rest] += 1
+            place = f"{rest} ({counts[rest]})" if counts[rest] > 1 else rest
+            numbers[place] = np.array(re.findall(NUMBER, line, re.IGNORECASE), float)
+    return numbers
 
 
-def compare(name, printed, one, tolerance):
-    """Print how far a run is from one process: return the first place that differs, or None."""
-    means, expected = read_means(printed), read_means(one)
-    places = list({**expected, **means})
+def compare(name, printed, one, args):
+    """Print how far a run is from one process: return the places that differ.
+
+    A difference is relative to the largest number that one process has in lines of the same kind,
+    which differ only in integers.
+    """
+    numbers, expected = read_numbers(printed, args.ignore), read_numbers(one, args.ignore)
+    largest = {}
+    for place, values in expected.items():
+        kind, sizes = re.sub(r"\d", "", place), np.where(np.isfinite(values), abs(values), 0)
+        largest[kind] = np.maximum(largest.get(kind, 0), sizes)
+    places = list(expected | numbers)
     apart = {}
-    for place in places[places.index(next(iter(means))) :]:  # A resumed run begins later.
-        # A place that one of them lacks is inf apart.
-        difference = means.get(place, np.inf) - expected.get(place, np.inf)
-        apart[place] = np.abs(difference).max(initial=0).round(6)
-    first = next((place for place in apart if apart[place] > tolerance), None)
-    note = f" (first {apart[first]:.4f} at {first})" if first else ""
-    speeds = [max(map(float, re.findall(r"([\d.]+) samples/s", text))) for text in (printed, one)]
-    ratio = f"{speeds[0]} samples/s, {speeds[0] / speeds[1]:.2f} times"
-    print(f"{name}: {max(apart.values()):.4f} apart{note} | {ratio}", flush=True)
-    return first
+    for place in places[
+        places.index(next(iter(numbers), places[0])) :
+    ]:  # Resumed, it begins later.
+        pair = numbers.get(place), expected.get(place)
+        if pair[0] is None or pair[1] is None:
+            apart[place] = np.inf
+        else:
+            scale = largest[re.sub(r"\d", "", place)]
+            pair = [np.nan_to_num(x / np.where(scale > 0, scale, 1), nan=1e9) for x in pair]
+            apart[place] = abs(pair[0] - pair[1]).max()
+    differing = [place for place in apart if apart[place] > args.tolerance]
+    note = f" (first {apart[differing[0]]:.4f} at {differing[0]})" if differing else ""
+    speeds = [re.findall(r"([\d.]+) samples/s", text) for text in (printed, one)]
+    if all(speeds):
+        fastest = [max(map(float, texts)) for texts in speeds]
+        note += f" | {fastest[0]} samples/s, {fastest[0] / fastest[1]:.2f} times"
+    print(f"{name}: {max(apart.values()):.4f} apart{note}", flush=True)
+    return differing
 
 
 def check(arguments, folder, run=run_for_check):
     """Try whether a job is the same on any number of processes, and over a kill.
 
-    The job runs on one process, and on each larger number that divides its global batch (up to 4 on
-    CPUs, and up to all GPUs). If these are equal, it is killed past its middle, and goes on with
-    another number. The line of each step is compared. The status is 0 if nothing differs by more
-    than the tolerance, and otherwise 1. It cannot see what hardly moves the printed numbers (if the
-    learning rate is tiny), what is equally wrong on every number of processes, or state that
-    matters only after a kill at another place.
+    SCRIPT.py is a copy of ddp_reference.py, or any script that torchrun starts. It runs on one
+    process, then on 2 and 4 (with several GPUs on up to all), or on the numbers that divide its
+    shares. Every line with decimal numbers is compared, except numbers with a unit of time, size or
+    speed. A difference is relative to the largest number of its kind. A job with --checkpoint-every
+    is also killed past its middle, and goes on with another number. A run ends as hanging after 30
+    times the time of one process, and a minute. The status is 0 if nothing differs by more than the
+    tolerance, and otherwise 1. It cannot see what hardly moves the printed numbers (if the learning
+    rate is tiny), what is equally wrong on every number of processes, or state that matters only
+    after a kill at another place.
     """
-    usage = "bash run.sh check [--tolerance T] [JOB.py] [options of the job]"
+    usage = "bash run.sh check [--tolerance T] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
-    text = "how far apart two printed means may be (default: %(default)s)"
+    text = "how far apart printed numbers may be (default: %(default)s)"
     parser.add_argument("--tolerance", type=float, default=0.0005, help=text)
+    text = "what else in a line is no result, such as 'mfu \\S+'"
+    parser.add_argument("--ignore", default="$^", metavar="REGEX", help=text)
     args, job = parser.parse_known_args(arguments)
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
+    began = time.monotonic()
     one = run(1, job, f"{folder}/1", show=True)
-    batch = re.search(r"global batch size (\d+)", one)
-    steps = [place for place in read_means(one) if "/" in place]
-    if not batch or not steps or "samples/s" not in one:
-        return f"check: cannot read what {job[0]} prints: it must be like ddp_reference.py"
-    most = GPUS if GPUS > 1 else 4  # Ranks can share one GPU.
-    counts = [n for n in range(2, most + 1) if int(batch[1]) % n == 0]
+    limit = 60 + 30 * (time.monotonic() - began)
+    places = list(read_numbers(one, args.ignore))
+    if not places:
+        return f"check: {job[0]} prints no decimal numbers to compare"
+    most = GPUS if GPUS > 1 else 4  # Ranks of ddp_reference.py can share one GPU.
+    counts = [n for n in (2, 4, 8, 16) if n <= most]
+    if shares := re.search(r" in (\d+) shares", one):
+        counts = [n for n in range(2, most + 1) if int(shares[1]) % n == 0]
     if not counts:
-        return f"check: no number from 2 to {most} divides the global batch of {batch[1]}"
+        return f"check: no number from 2 to {most} divides the shares: set --shares"
     differing = []
     for count in counts:
-        printed = run(count, job, f"{folder}/{count}")
-        differing.append(compare(f"{count} processes", printed, one, args.tolerance))
+        printed = run(count, job, f"{folder}/{count}", limit)
+        differing += compare(f"{count} processes", printed, one, args)
 
-    if any(differing):
-        where = FROM_THE_FIRST_STEP if steps[0] in differing else LATER
+    if differing:
+        validation = {place for place in places if re.search("val|test", place, re.IGNORECASE)}
+        where = EARLY if differing[0] in places[:2] else LATER  # The first may precede training.
+        if validation.issuperset(differing) and len(validation) < len(places):
+            where = VALIDATION
+        if differing[0] not in places:
+            where = "by lines that one process does not print: do all ranks print?"
         return f"The number of processes changes this job {where}."
 
-    job += ["--checkpoint-every", "1"]
-    run(counts[-1], job, f"{folder}/killed", kill_at=f"{steps[len(steps) // 2]} |")
-    other = counts[0] if len(counts) > 1 else 1
-    printed = run(other, job, f"{folder}/killed")
-    start = re.search("resuming .* at (.*)", printed)
-    if not start or not any("/" in place for place in read_means(printed)):
-        return "check: no step followed the kill: does the job save? Or raise --epochs"
-    name = f"over a kill ({counts[-1]} processes, then {other} from {start[1]})"
-    if compare(name, printed, one, args.tolerance):
-        return "Only the resumed job differs: the checkpoint lacks some state."
+    if "--checkpoint-every" in Path(job[0]).read_text():
+        job += ["--checkpoint-every", "1"]
+        kill_at = places[len(places) // 2].split("#")[0]
+        run(counts[-1], job, f"{folder}/killed", limit, kill_at)
+        other = counts[0] if len(counts) > 1 else 1
+        printed = run(other, job, f"{folder}/killed", limit)
+        start = next(iter(read_numbers(printed, args.ignore)), places[0])
+        if start in (places[0], places[-1]):
+            return "check: no step followed the kill: does the job resume? Or raise --epochs"
+        start = re.match(r"[^#]*\d|", start)[0]
+        name = f"over a kill ({counts[-1]} processes, then {other} from {start})"
+        if compare(name, printed, one, args):
+            return "Only the resumed job differs: the checkpoint lacks some state."
+    else:
+        print("No kill was tried, because the job has no --checkpoint-every.")
     print(f"All results are equal within the tolerance of {args.tolerance}.")
 
 
@@ -926,27 +1085,37 @@ class TheCheck(TestCase):
         self.assertRegex(out, r"\n2 processes: 0\.000\d apart ")
         self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 0.*epoch")
 
+    def test_check_starts_any_script_by_torchrun(self):
+        out, _ = wait_for("foreign")
+
+        self.assertIn("\n2 processes: 0.0000 apart\n4 processes: 0.0000 apart\nNo kill", out)
+
     def test_check_tells_when_runs_begin_to_differ(self):
         """The runs are texts here: of one process, of two, until the kill, and after it."""
-        start = "global batch size 2\nepoch 0 | 2/4 | loss 0.5000\n"
-        step = "epoch 0 | 4/4 | loss 0.4000\n"
-        end = "epoch 0 | loss 0.4000 | 9.0 samples/s\nepoch 1 | 2/4 | loss 0.3000\n"
-        one, resuming = start + step + end, "resuming ck at epoch 0/2, sample 2\n"
-        for two, resumed, message in (
-            (one.replace("0.5000", "0.5006"), "", "from the first step on"),
-            (one.replace("0.3000", "0.3005"), resuming + step + end, None),  # just within
-            (one.replace("0.3000", "nan"), "", "only after some steps"),
-            (one + "epoch 2 | 2/4 | loss 0.3000\n", "", "only after some steps"),
-            (start + end, "", "only after some steps"),
+        start = "batch 2 in 2 shares\nepoch 0 | 2/4 | loss 0.5000, 98.5%\n"
+        step = "epoch 0 | 4/4 | loss 4e-1, nan%\n"
+        end = "epoch 0 | val_loss=0.4 in 9.0 s\nepoch 1 | 2/4 | loss 0.3000, 1.00%\n"
+        one = start + step + end
+        resumed = step + end.replace("9.0", "7.0")
+        Path("job.py").write_text("exit(1)  # --checkpoint-every")
+        for two, after, message in (
+            (one.replace("0.5000", "0.5003"), "", "in the first lines"),
+            (one.replace("0.3000", "0.3002"), resumed, None),  # just within
+            (one.replace("0.3000", "nan"), "", "only after some lines"),
+            (one.replace("=0.4", "=0.401"), "", "only in validation"),
+            (one + end, "", "by lines that one"),
+            (start + end, "", "in the first lines"),
             (one, one, "no step followed"),
-            (one, resuming, "no step followed"),
-            (one, resuming + step + end.replace("0.3000", "0.3006"), "the checkpoint lacks"),
+            (one, "", "no step followed"),
+            (one, resumed.replace("0.3000", "0.3003"), "the checkpoint lacks"),
         ):
-            runs = mock.Mock(side_effect=(one, two, start, resumed))
+            runs = mock.Mock(side_effect=(one, two, start, after))
             with mock.patch("sys.stdout"):
-                self.assertIn(str(message), str(check(["my_job.py"], "", runs)))  # None: all equal.
-        with self.assertRaisesRegex(SystemExit, "failed"):
-            run_for_check(1, ["-c", "exit(1)"], "ck")
+                self.assertIn(str(message), str(check(["job.py"], "", runs)), (two, after))
+        for script, message in ("exit(1)", "failed"), ("while True: pass", "seems to hang"):
+            Path("job.py").write_text(f"{script}  # --nproc-per-node")
+            with self.assertRaisesRegex(SystemExit, message):
+                run_for_check(1, ["job.py"], "ck", limit=5)
 
 
 def main():
