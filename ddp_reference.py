@@ -219,7 +219,7 @@ def sync_buffers(net, joined=None):
     # Longer dtypes come first, because a view() needs bytes that are aligned.
     buffers.sort(key=torch.Tensor.element_size, reverse=True)
     if joined is None:  # One tensor is sent faster than many.
-        joined = torch.cat([buffer.contiguous().flatten().view(torch.uint8) for buffer in buffers])
+        joined = torch.cat([buffer.ravel().view(torch.uint8) for buffer in buffers])
         dist.broadcast(joined, src=0)  # RANKS MEET
     parts = joined.split([buffer.nbytes for buffer in buffers])
     for buffer, part in zip(buffers, parts):
@@ -295,8 +295,8 @@ def named_means(sums, prefix=""):
 def check_copies(net):
     """Raise RuntimeError, on a rank whose parameters differ from those of rank 0.
 
-    DDP averages only the gradients of parameters that required them when it was made. Small
-    differences are allowed, because GPUs of two kinds round differently.
+    DDP averages only the gradients of parameters that required them when it was made. (Rounding is
+    allowed for, because GPUs of two kinds round differently.)
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -317,8 +317,8 @@ def make_loaders(args, train_set, val_set):
         "worker_init_fn": end_with_parent,
         "pin_memory": torch.cuda.is_available(),
     }
-    # Share s of S reads what rank s of S would read. (main() allows no remainder.)
-    share_size = args.global_batch_size // args.shares
+    # Share s of S reads what rank s of S ranks would read.
+    share_size = args.global_batch_size // args.shares  # without a remainder, see main()
     train_loaders = []
     for share in range(rank, args.shares, world_size):  # RANKS DIFFER
         sampler = DistributedSampler(train_set, args.shares, share, seed=args.seed, drop_last=True)
@@ -362,7 +362,7 @@ def train(args, device):
         start_time = time.perf_counter()
         samples_at_start = samples_read
         model.train()
-        for shares in watched(zip(*train_loaders), args.timeout):
+        for shares in watched(zip(*train_loaders), args.timeout):  # a batch of each share
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, lr in zip(optimizer.param_groups, base_lrs):
                 group["lr"] = lr * float(factor)
