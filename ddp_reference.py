@@ -124,11 +124,12 @@ def parse_args():
     """Return (args, refuse). refuse(message) prints one line and exits with status 2."""
     parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
     add = partial(parser.add_argument, type=positive_int)
-    add("--nproc-per-node", default=torch.cuda.device_count() or 2, help="processes to start")
-    add("--num-workers", type=int, default=0, help="reader processes for each share")
+    nproc = torch.cuda.device_count() or 2
+    add("--nproc-per-node", default=nproc, help="processes to start")
+    add("--num-workers", type=int, default=0, help="readers of a rank, at least one a share")
     add("--epochs", default=6, help="passes over the training data")
     add("--global-batch-size", default=240, help="samples in a step, over all ranks")
-    add("--shares", default=8, help="parts of a step, of which a rank computes one at a time")
+    add("--shares", default=nproc if 8 % nproc else 8, help="parts of a step, dealt out to ranks")
     add("--lr", type=float, default=0.01, help="learning rate")
     add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
     add("--seed", type=int, default=0, help="of all random numbers")
@@ -302,7 +303,9 @@ def check_copies(net):
         expected = parameter.contiguous().clone()
         dist.broadcast(expected, src=0)  # RANKS MEET
         if not torch.allclose(parameter, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise RuntimeError(f"the ranks' {name} differ: unused, unfrozen after DDP, set on one?")
+            raise RuntimeError(
+                f"the ranks' {name} differ: not used, unfrozen late, model.module()?"
+            )
 
 
 # ---- 4. The loop
@@ -311,14 +314,14 @@ def make_loaders(args, train_set, val_set):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if len(train_set) < args.global_batch_size:
         raise ValueError("--global-batch-size is larger than the training set")
+    share_size = args.global_batch_size // args.shares  # without a remainder, see main()
     options = {
-        "num_workers": args.num_workers,
+        "num_workers": -(-args.num_workers * world_size // args.shares),  # rounded up
         "persistent_workers": args.num_workers > 0,  # Starting workers takes seconds.
         "worker_init_fn": end_with_parent,
         "pin_memory": torch.cuda.is_available(),
     }
     # Share s of S reads what rank s of S ranks would read.
-    share_size = args.global_batch_size // args.shares  # without a remainder, see main()
     train_loaders = []
     for share in range(rank, args.shares, world_size):  # RANKS DIFFER
         sampler = DistributedSampler(train_set, args.shares, share, seed=args.seed, drop_last=True)
@@ -458,8 +461,8 @@ def main():
 def identify(args, train_set, net, optimizer):
     """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
 
-    A checksum of norms of eight samples stands for the data. Raises ValueError if a sample differs
-    when read again, or the net lacks a parameter of the optimizer.
+    A checksum of norms of the tensors and numbers in eight samples stands for the data. Raises
+    ValueError if a sample differs when read again, or the net lacks a parameter of the optimizer.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
     # In a worker, if there are any, because a file opened here could not be sent to workers.
@@ -519,7 +522,7 @@ def resume(path, identity, parts):
             if zipfile.ZipFile(path).testzip():  # torch.load() does not compare checksums.
                 raise ValueError("a checksum is wrong")
             # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if others := [text for text in checkpoint["identity"] if text not in identity]:
                 raise ValueError(f"it is of a job with {', '.join(others)}")
             for name, part in parts.items():
