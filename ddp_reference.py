@@ -1,6 +1,6 @@
 """Data-parallel training with PyTorch in one file: run it, read it, copy it and edit your copy.
 
-    bash run.sh         # one process per GPU, or two on the CPU. --help lists the options.
+    bash run.sh         # one process per GPU, or two on the CPU (options: --help).
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
@@ -17,9 +17,9 @@ RANKS DIFFER marks where ranks begin to differ.
 
 The number of ranks changes the speed of a training, and its result only by rounding (more with
 --amp, or with a bias before BatchNorm under Adam), because a share has the samples, random numbers
-and BatchNorm statistics that it would have on a rank of its own. Only a net whose forward pass
-calls collectives, as nn.SyncBatchNorm does, is an exception. A killed job goes on if started again
-with the same --checkpoint, on any number of ranks that divides the shares.
+and BatchNorm statistics that it would have on a rank of its own. Only a net that calls
+collectives, as nn.SyncBatchNorm does, is an exception. A killed job goes on if started again with
+the same --checkpoint, on any number of ranks that divides the shares.
 """
 
 import ctypes
@@ -217,13 +217,12 @@ def sync_buffers(net, joined=None):
     buffers = [buffer for name, buffer in net.named_buffers() if name in saved]
     if not buffers:
         return None
-    # Longer dtypes come first, because a view() needs bytes that are aligned.
+    # A view() needs aligned bytes, so longer dtypes come first.
     buffers.sort(key=torch.Tensor.element_size, reverse=True)
     if joined is None:  # One tensor is sent faster than many.
         joined = torch.cat([buffer.ravel().view(torch.uint8) for buffer in buffers])
         dist.broadcast(joined, src=0)  # RANKS MEET
-    parts = joined.split([buffer.nbytes for buffer in buffers])
-    for buffer, part in zip(buffers, parts):
+    for buffer, part in zip(buffers, joined.split([buffer.nbytes for buffer in buffers])):
         buffer.copy_(part.view(buffer.dtype).view_as(buffer))
     return joined
 
@@ -251,7 +250,7 @@ def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False)
     total, buffers = 0, None
     for number in reversed(range(len(shares))):
         # Each share begins with the buffers that rank 0 had before the step. They end as share 0
-        # leaves them on rank 0. (With one share a rank, DDP alone does the same.)
+        # leaves them on rank 0. With one share a rank, DDP alone does the same.
         buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first share.
         if seed:
             seed_generators(*seed, rank + number * world_size)  # RANKS DIFFER in dropout.
@@ -296,16 +295,14 @@ def named_means(sums, prefix=""):
 def check_copies(net):
     """Raise RuntimeError, on a rank whose parameters differ from those of rank 0.
 
-    DDP averages only the gradients of parameters that required them when it was made. (Rounding is
-    allowed for, because GPUs of two kinds round differently.)
+    DDP averages only the gradients of parameters that required them when it was made. Rounding is
+    no error: GPUs of two kinds differ in it.
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
         dist.broadcast(expected, src=0)  # RANKS MEET
         if not torch.allclose(parameter, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise RuntimeError(
-                f"the ranks' {name} differ: not used, unfrozen late, model.module()?"
-            )
+            raise RuntimeError(f"the ranks' {name} differ: unused, unfrozen late, model.module()?")
 
 
 # ---- 4. The loop
@@ -314,14 +311,14 @@ def make_loaders(args, train_set, val_set):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if len(train_set) < args.global_batch_size:
         raise ValueError("--global-batch-size is larger than the training set")
-    share_size = args.global_batch_size // args.shares  # without a remainder, see main()
+    share_size = args.global_batch_size // args.shares
     options = {
         "num_workers": -(-args.num_workers * world_size // args.shares),  # rounded up
         "persistent_workers": args.num_workers > 0,  # Starting workers takes seconds.
         "worker_init_fn": end_with_parent,
         "pin_memory": torch.cuda.is_available(),
     }
-    # Share s of S reads what rank s of S ranks would read.
+    # Share s of S reads what rank s of S would read.
     train_loaders = []
     for share in range(rank, args.shares, world_size):  # RANKS DIFFER
         sampler = DistributedSampler(train_set, args.shares, share, seed=args.seed, drop_last=True)
@@ -335,7 +332,7 @@ def make_loaders(args, train_set, val_set):
 
 
 def train(args, device):
-    """Train and evaluate. Every rank runs this function."""
+    """Train and evaluate. Every rank runs this."""
     rank, path = dist.get_rank(), args.checkpoint
 
     # Make the same task on every rank.
@@ -396,7 +393,7 @@ def train(args, device):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, join the process group that init_method names, train."""
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # its number on this machine
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # on this machine
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn() takes KeyboardInterrupt for success.
@@ -443,8 +440,7 @@ def main():
         refuse("--checkpoint-every needs --checkpoint")
 
     if under_torchrun:
-        # A loader worker forked from a rank, which has threads, may hang (see DDP's
-        # documentation). Ranks of mp.spawn() spawn theirs anyway.
+        # A loader worker forked from a rank, which has threads, may hang (see DDP's documentation).
         mp.set_start_method("spawn")
         return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
     # Without this, each rank would use all cores.
@@ -465,7 +461,7 @@ def identify(args, train_set, net, optimizer):
     ValueError if a sample differs when read again, or the net lacks a parameter of the optimizer.
     """
     indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
-    # In a worker, if there are any, because a file opened here could not be sent to workers.
+    # In a worker, if there are any: a file opened here could not be sent to them.
     options = {"num_workers": min(args.num_workers, 1), "worker_init_fn": end_with_parent}
     norms = []
     for item in DataLoader(train_set, None, sampler=indices * 2, **options):

@@ -764,7 +764,8 @@ class ReadmePrograms(TestCase):
 
     def test_the_main_job_prints_what_the_readme_shows(self):
         sys.argv = ["ddp_reference.py"]
-        self.assertEqual(ddp.parse_args()[0].nproc_per_node, GPUS or 2)
+        args, _ = ddp.parse_args()
+        self.assertEqual((args.nproc_per_node, args.shares % args.nproc_per_node), (GPUS or 2, 0))
         ranks = max(number for number in (1, 2, 4, 8) if number <= (GPUS or 2))
 
         out, *_ = run_job(ranks, "--shares 8")
@@ -1031,11 +1032,11 @@ def check(arguments, folder, run=run_for_check):
     process, then on 2 and 4 (with several GPUs on up to all), or on the numbers that divide its
     shares. Each line with decimal numbers is compared, but not numbers before a unit of time, size
     or speed. A difference is relative to the largest number of its kind. A job that has the option
-    --checkpoint-every is also killed past its middle, and goes on with another number. A run that takes 30
-    times as long as on one process, and a minute, is ended. The status is 0 if nothing differs by
-    more than the tolerance. It cannot see what hardly moves the printed numbers (if the learning
-    rate is tiny), what is equally wrong on every number of processes, or state that matters only
-    after a kill at another place.
+    --checkpoint-every is also killed past its middle, and goes on with another number. A run that
+    takes 30 times as long as on one process, and a minute, is ended. The status is 0 if nothing
+    differs by more than the tolerance. It cannot see what hardly moves the printed numbers (if the
+    learning rate is tiny), what a short run never does, what is equally wrong on every number of
+    processes, or state that matters only after a kill at another place.
     """
     usage = "bash run.sh check [--tolerance T] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
