@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
-Every rank holds a copy of the net. A step takes a global batch of samples, dealt out in --shares.
+Every rank holds a copy of the net. A step's global batch is cut into shares, dealt to the ranks.
 Each rank computes the gradients of its shares, one after the other, and DistributedDataParallel
 (DDP) combines those of all ranks. Then all take the same optimizer step, so their copies stay
 equal. (That is chapters 1 to 5. Read a helper, in 6 to 8, when you meet its call.)
@@ -210,7 +210,7 @@ def forward(model, batch, amp):
 def sync_buffers(net, joined=None):
     """Give the net the buffers of rank 0, such as the statistics of BatchNorm.
 
-    Returns their bytes, joined. Given these, the net gets the same buffers again. Those that
+    Returns them joined, as bytes. Given these, it sets them again without a broadcast. Those that
     state_dict() lacks stay as they are, because their sizes may differ by rank.
     """
     saved = net.state_dict()
@@ -230,8 +230,8 @@ def sync_buffers(net, joined=None):
 def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False):
     """Take one optimizer step from this rank's shares of the global batch.
 
-    shares: batches, as many on every rank. seed: if given, what seed_generators() gets before each,
-    with its number. The gradient is that of the mean loss over all labels of the global batch.
+    shares: batches, as many on every rank. seed: if given, seed_generators(*seed, its number) is
+    called before each. The gradient is that of the mean loss over all labels of the global batch.
     Returns batch_sums() of the global batch. With pinned batches, nothing waits for the GPU. Raises
     TypeError unless model is a DDP model, and each batch a sequence of tensors.
     """
@@ -248,15 +248,15 @@ def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False)
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total, buffers = 0, None
-    for number in reversed(range(len(shares))):
-        # Each share begins with the buffers that rank 0 had before the step. They end as share 0
-        # leaves them on rank 0. With one share a rank, DDP alone does the same.
+    for index in reversed(range(len(shares))):
+        # Each share begins with the buffers that rank 0 had before the step. Share 0 is last, and
+        # rank 0 keeps what it leaves. With one share a rank, DDP alone does the same.
         buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first share.
         if seed:
-            seed_generators(*seed, rank + number * world_size)  # RANKS DIFFER in dropout.
+            seed_generators(*seed, rank + index * world_size)  # RANKS DIFFER in dropout.
         # Gradients add up, and DDP all-reduces them in the last backward pass.
-        with model.no_sync() if number else nullcontext():
-            sums = forward(model, shares[number], amp)
+        with model.no_sync() if index else nullcontext():
+            sums = forward(model, shares[index], amp)
             counting.wait()
             # DDP averages the gradients over the ranks. Times the world size, this is their sum,
             # and divided by the number of labels, the gradient of the mean over all labels

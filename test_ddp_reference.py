@@ -10,8 +10,8 @@ each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the end of the failure (of one rank), and undo the change. In Lessons 1 to
-5 (but 4) one rank is tried first, and passes. With most faults `bash run.sh` gives no error.
+question names, read the end of the failure (of one rank), and undo the change. Lessons 1, 2, 3 and
+5 try one rank first, which passes. With most faults `bash run.sh` gives no error.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -80,16 +80,16 @@ def setUpModule():
         slow_programs()
 
 
-# ---- Lesson 0: the machine (torch.distributed)
+# ---- Lesson 0: the machine
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 # (run_job(), below Lesson 5, starts ranks that call add_up_integers() in place of train(). An error
-# on any rank fails the test.) How long would 16 million gradients (64 MB) take?
+# on any rank fails the test.)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
-# Then each rank keeps its own list, i + r in place of 2 * i + 1: on rank 0 all are wrong, on rank 1
-# all but the first.
+# Then each rank keeps its list, on two ranks i + r, not 2 * i + 1: on rank 0 all are wrong, on rank
+# 1 all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
 # Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits for a partner.
@@ -195,14 +195,14 @@ def plain_step(net, optimizer, shares, seed, clip_grad_norm=0):
 # different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three labels, with
 # loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
 # an all-reduce counts the 4 labels first. Then rank 0 computes the gradient of 2 * 7 / 4 = 3.5, and
-# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these: (3.5 + 4.5) / 2 = 4. (So the factor 2 is the
-# world size. If a rank has several shares, their gradients add up.)
+# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these: (3.5 + 4.5) / 2 = 4. (The factor 2 is the
+# world size.)
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. Two ranks have
 # 140 and 130 labels. What weight does the loss of a label get?
 # Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. So 0.weight ends up to 0.0007 off.
 #
-# Or let train_step() call `forward(model.module, shares[number], amp)`. What says `bash run.sh`?
+# Or let train_step() call `forward(model.module, shares[index], amp)`. Does `bash run.sh` fail?
 # Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
 def compare_steps(make_net, num_shares, at_once, args, device):
     """On a rank: take two steps with its shares of a batch, and compare with one process.
@@ -245,7 +245,7 @@ class Lesson2Step(TestCase):
 # hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
 # All ranks must evaluate the net of rank 0, which is saved. BatchNorm evaluates with running means
-# and variances, and each rank has those of its last share (Lesson 4).
+# and variances, and each rank has its own (Lesson 4).
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
 # Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
@@ -290,15 +290,14 @@ class Lesson3Evaluation(TestCase):
 # values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on who
 # computes what, unless that is fixed. Therefore a step has S shares. Share s has the samples, and
 # the random numbers, of rank s in a job with S ranks. It begins with the buffers that the step
-# before has left on rank 0, such as running means. Then it does not matter whether 4 ranks compute
-# a share each, or 1 rank all 4.
+# before has left on rank 0, such as running means. So 4 ranks may compute a share each, 2 ranks
+# shares 0 and 2, and 1 and 3, or 1 rank all.
 #
-# To break it, replace `number * world_size` by `0` where train_step() seeds. Do 4 ranks differ?
-# (They are tried first.) Then no, but 2 and 1 do: all shares of a rank drop the same logits.
+# To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail? (They
+# are tried first.) Then no, but 2 do: both shares of a rank drop the same logits.
 #
-# Or replace `sync_buffers(model.module, buffers)` there by `None`. Do 4 ranks differ?
-# Then yes: each keeps a running mean of its own. On 1 rank a share begins with that of the share
-# before.
+# Or replace `sync_buffers(model.module, buffers)` there by `None`. Do 4 ranks fail?
+# Then yes: each keeps a running mean of its own.
 class RunningMean(nn.Module):
     """Subtract a mean of the batches before. The forward pass reads a buffer, and replaces it."""
 
@@ -333,9 +332,9 @@ class Lesson4Shares(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let make_loaders() give each DataLoader the whole `args.global_batch_size`. How many
-# of the five steps of an epoch does `bash run.sh --log-every 1` print?
-# Then none, and nan: a share has 150 of the 1200 samples, which is less than a batch.
+# To break it, let make_loaders() set `share_size = args.global_batch_size`. How many of the five
+# steps of an epoch does `bash run.sh --log-every 1` print?
+# Then none, and nan: one of 8 shares has 150 of the 1200 samples, which is less than a batch.
 #
 # Or let train() call `resume(path, identity, {"net": net})`. Which jobs end with a different net?
 # Then those that were stopped, because they lose the optimizer's momentum.
@@ -414,9 +413,9 @@ class Lesson5NumberOfRanks(TestCase):
 
 
 # ---- The other guarantees: what is refused, printed and saved
-# A new option that changes the net goes into OPTIONS and plain_loop() (Lesson 5), one that changes
-# printed numbers into loss_and_accuracy() and the test of these (many do both), and any other into
-# a test of its own. Then leave it out of each call that passes it on: a test must fail.
+# If a new option changes the net, it goes into OPTIONS and plain_loop() (Lesson 5). If it changes
+# printed numbers, it goes into loss_and_accuracy() and the test of these numbers. Otherwise it gets
+# a test of its own. Forget it in one call after the other: a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -453,7 +452,7 @@ def run_job(world_size, options="", **replacements):
 
 
 def expect_kill():
-    """Return a context manager for a job whose rank 0 is killed. The others may fail before."""
+    """Return a context manager for a job whose rank 0 is killed. Others may raise first."""
     return TestCase().assertRaises((mp.ProcessExitedException, mp.ProcessRaisedException))
 
 
@@ -466,7 +465,7 @@ def edited(text, *edits):
 
 
 def be_program():
-    """In place of main(): run program.py. If it needs a GPU for each rank, it may see none."""
+    """In place of main(): run program.py. If ranks lack GPUs that it needs, it sees none."""
     needs_gpus = "os.environ['LOCAL_RANK']" in Path("program.py").read_text()
     if needs_gpus and int(os.environ["WORLD_SIZE"]) > GPUS:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -759,8 +758,8 @@ class ReadmePrograms(TestCase):
     def test_the_sampler_reads_what_the_example_of_1000_samples_says(self):
         sampler = ddp.DistributedSampler(range(1000), 2, rank=1)
         sizes = [len(batch) for batch in DataLoader(range(1000), 32, sampler=sampler)]
-        text = f"each rank has {sum(sizes)} samples in {len(sizes)} batches, of which the last has"
-        self.assertIn(f"{text} {sizes[-1]}, or in {sizes.count(32)} with", README.read_text())
+        text = f"each rank has {sum(sizes)} samples: {len(sizes)} batches, the last of {sizes[-1]}"
+        self.assertIn(f"{text}, or {sizes.count(32)} with", README.read_text())
 
     def test_the_main_job_prints_what_the_readme_shows(self):
         sys.argv = ["ddp_reference.py"]
