@@ -17,9 +17,9 @@ RANKS DIFFER marks where ranks begin to differ.
 
 The number of ranks changes the speed of a training, and its result only by rounding (more with
 --amp, or with a bias before BatchNorm under Adam), because a share has the samples, random numbers
-and BatchNorm statistics that it would have on a rank of its own. Only a net that calls
-collectives, as nn.SyncBatchNorm does, is an exception. A killed job goes on if started again with
-the same --checkpoint, on any number of ranks that divides the shares.
+and BatchNorm statistics that it would have on a rank of its own. Exceptions are nets that call
+collectives, as nn.SyncBatchNorm does, or change what state_dict() lacks. A killed job goes on if
+started again with the same --checkpoint, on any number of ranks that divides the shares.
 """
 
 import ctypes
@@ -210,8 +210,8 @@ def forward(model, batch, amp):
 def sync_buffers(net, joined=None):
     """Give the net the buffers of rank 0, such as the statistics of BatchNorm.
 
-    Returns them joined, as bytes. Given these, it sets them again without a broadcast. Those that
-    state_dict() lacks stay as they are, because their sizes may differ by rank.
+    Returns them joined, as bytes. Given these, it sets them again. Those that state_dict() lacks
+    stay as they are, because their sizes may differ by rank.
     """
     saved = net.state_dict()
     buffers = [buffer for name, buffer in net.named_buffers() if name in saved]
@@ -233,12 +233,12 @@ def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False)
     shares: batches, as many on every rank. seed: if given, seed_generators(*seed, its number) is
     called before each. The gradient is that of the mean loss over all labels of the global batch.
     Returns batch_sums() of the global batch. With pinned batches, nothing waits for the GPU. Raises
-    TypeError unless model is a DDP model, and each batch a sequence of tensors.
+    TypeError unless model is a DDP model, and each batch a tuple or list of tensors.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError("train_step() needs DistributedDataParallel(net)")
-    if not all(torch.is_tensor(x) for share in shares for x in share):
-        raise TypeError("a batch must be a sequence of tensors, of which the last is y")
+    if not all(isinstance(s, (tuple, list)) and all(map(torch.is_tensor, s)) for s in shares):
+        raise TypeError("shares must be batches: each a tuple or list of tensors, with y last")
 
     # Count the labels of the global batch. Their sum arrives during the first forward pass.
     device = next(model.parameters()).device
@@ -328,6 +328,7 @@ def make_loaders(args, train_set, val_set):
     # (pytorch/pytorch#25162). Instead each rank takes every world_size-th batch.
     starts = range(rank * share_size, len(val_set), world_size * share_size)  # RANKS DIFFER
     val_batches = [range(len(val_set))[start : start + share_size] for start in starts]
+    options["num_workers"] = args.num_workers
     return train_loaders, DataLoader(val_set, batch_sampler=val_batches, **options)
 
 
@@ -398,7 +399,7 @@ def run_rank(rank, world_size, args, init_method):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn() takes KeyboardInterrupt for success.
     faulthandler.enable()  # A crash in C code prints its stack.
-    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
+    sys.stdout.reconfigure(line_buffering=True)  # Or else lines reach files late.
     num_gpus = torch.cuda.device_count()
     device = torch.device("cpu")
     if num_gpus:
@@ -518,20 +519,19 @@ def resume(path, identity, parts):
             if zipfile.ZipFile(path).testzip():  # torch.load() does not compare checksums.
                 raise ValueError("a checksum is wrong")
             # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             if others := [text for text in checkpoint["identity"] if text not in identity]:
                 raise ValueError(f"it is of a job with {', '.join(others)}")
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
             progress = checkpoint["progress"]
         except Exception as error:
-            raise ValueError(f"{path} is damaged or of another job: {error!r:.200}") from error
+            raise ValueError(f"cannot resume from {path}: {error!r:.200}") from error
     texts = {*identity, *parts["net"].state_dict(), f"(epoch, sample) {progress[:2]}"}
     reports = [None] * dist.get_world_size()
     dist.all_gather_object(reports, texts)  # RANKS MEET before rank 0 writes.
     if unequal := set.union(*reports) - set.intersection(*reports):
-        problem = f"the ranks have unequal data or nets, or do not all find {path}"
-        raise RuntimeError(f"{problem}: {sorted(unequal)!s:.300}")
+        raise RuntimeError(f"ranks differ in data or net, or lack {path}: {sorted(unequal)!s:.300}")
     return progress
 
 
