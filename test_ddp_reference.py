@@ -559,7 +559,7 @@ class OtherGuarantees(TestCase):
         for options, variables, pattern in (
             ("--nproc-per-node 7", {}, "try --shares 7 --global-batch-size 245"),
             ("--shares 9 --nproc-per-node 3", {}, "try --shares 3 --global-batch-size 240"),
-            ("--checkpoint-every 1 --nproc-per-node 2", {}, "every needs --checkpoint"),
+            ("--checkpoint-every 1 --nproc-per-node 1", {}, "every needs --checkpoint"),
             ("--epochs 0", {}, "invalid positive_int value"),
             ("", {"RANK": "0"}, "start torchrun"),
             ("", {"LOCAL_RANK": "0"}, "start torchrun"),
