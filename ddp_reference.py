@@ -1,6 +1,6 @@
 """Data-parallel training with PyTorch in one file: run it, read it, copy it and edit your copy.
 
-    bash run.sh         # one process per GPU, or two on the CPU (options: --help).
+    bash run.sh         # one process per GPU, or two on the CPU (options: --help)
     torchrun --standalone --nproc-per-node=4 ddp_reference.py
 
 Several processes run this file. Each has a number from 0, its rank; their count is the world size.
@@ -296,7 +296,7 @@ def check_copies(net):
     """Raise RuntimeError, on a rank whose parameters differ from those of rank 0.
 
     DDP averages only the gradients of parameters that required them when it was made. Rounding is
-    no error: GPUs of two kinds differ in it.
+    no error: kinds of GPUs differ in it.
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -399,7 +399,7 @@ def run_rank(rank, world_size, args, init_method):
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn() takes KeyboardInterrupt for success.
     faulthandler.enable()  # A crash in C code prints its stack.
-    sys.stdout.reconfigure(line_buffering=True)  # Or else lines reach files late.
+    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach files late.
     num_gpus = torch.cuda.device_count()
     device = torch.device("cpu")
     if num_gpus:

@@ -1015,7 +1015,7 @@ def compare(name, numbers, expected, tolerance):
             apart[place] = 0
         else:
             difference = abs(pair[0] - pair[1]) / (largest.get(kind(place)) or 1)
-            apart[place] = np.nan_to_num(difference, nan=np.inf)
+            apart[place] = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
     differing = [place for place in apart if apart[place] > tolerance]
     note = ""
     if differing:
