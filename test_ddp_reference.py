@@ -600,13 +600,13 @@ class OtherGuarantees(TestCase):
             *("faulthandler.dump_traceback_later(", "(lambda *_, exit: print('restarted'))("),
             *("faulthandler.cancel_dump_traceback_later()", "print('stopped')"),
         )
-        # Both jobs read 84 samples, in 14 steps of 6 and 6 of 14. On rank 0 they have 14 and 6
-        # batches of validation. So they differ by what 8 steps and 8 such batches call.
+        # Both jobs read 84 samples, in 14 steps of 6 and 6 of 14, and have 28 and 12 batches of
+        # validation. So they differ by what 8 steps, each of two shares, and 16 such batches call.
         options = f"{SMALL} --num-samples 42 --shares 2 --clip-grad-norm 1"
-        of_14_steps, _ = run_edited(2, f"{options} --global-batch-size 6", *edits)
-        of_6_steps, _ = run_edited(2, f"{options} --global-batch-size 14", *edits)
+        (of_14_steps,) = run_edited(1, f"{options} --global-batch-size 6", *edits)
+        (of_6_steps,) = run_edited(1, f"{options} --global-batch-size 14", *edits)
 
-        for text, expected in ("c10d::", 4 * 8), ("aten::item", 0), ("restarted", 8 + 8):
+        for text, expected in ("c10d::", 4 * 8), ("aten::item", 0), ("restarted", 8 + 16):
             self.assertEqual(of_14_steps.count(text) - of_6_steps.count(text), expected, text)
         assert of_6_steps.endswith("\nstopped\n")
 
@@ -626,6 +626,11 @@ class OtherGuarantees(TestCase):
             drawn |= {random.random(), np.random.randint(2**16), torch.randint(2**16, ()).item()}
         self.assertEqual(len(drawn), 3 * 27)
 
+    def test_the_loss_of_a_net_in_bfloat16_is_summed_in_float32(self):
+        output, y = torch.randn(64, 3, 99).bfloat16(), torch.zeros(64, 99, dtype=torch.int64)
+        expected = F.cross_entropy(output.double(), y, reduction="sum")
+        assert_close(ddp.batch_sums(output, y)[1], expected, "the loss")
+
     def test_unusual_jobs_are_not_refused(self):
         """Their items are joined by the user's function, and no batch has a label. Copies differ by
         rounding, a mask is infinite, a text is state of the net, and a buffer that is not saved
@@ -639,7 +644,7 @@ class OtherGuarantees(TestCase):
     ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: "text"
     net.register_buffer("mask", torch.full((3,), -torch.inf, device=device))
     net.register_buffer("cache", torch.ones(1, device=device), persistent=False)"""
-        grow = """            net.cache = net.cache.repeat(rank + 1)[:9]
+        grow = """            net.cache = net.cache.repeat(2 - rank)[:999]
             net[0].weight.data *= 1 + rank * 2**-23\n"""
         edits = (
             *("return self.dataset[index]", "return 'text', None, *self.dataset[index]"),
@@ -824,9 +829,7 @@ IGNORE = "    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after &\n"
 ORPHANED = f"""{IGNORE}    os.kill(os.getppid(), signal.SIGKILL)
     mp.parent_process().join()
     if sys.platform"""
-INTERRUPT = """    if dist.get_rank():
-        os.kill(os.getpid(), signal.SIGINT)
-    return 1"""
+INTERRUPT = "    os.kill(os.getpid(), signal.SIGINT)\n    return 1"
 STUCK = """if mp.current_process().name.endswith(":2"):  # identify() has started the first.
             print("stuck", flush=True)
             signal.pause()"""
@@ -842,8 +845,8 @@ FORGETFUL = f"forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003"
 # name: (command, old, new, ...): NAME.py is ddp_reference.py with edits, for the command.
 SLOW_PROGRAMS = {
     "hanging": (HANGING, "return 1", PAUSE),
-    # Rank 1 alone gets Ctrl-C.
-    "interrupted": (f"interrupted.py {SMALL} --nproc-per-node 2", "    return 1", INTERRUPT),
+    # The rank alone gets Ctrl-C.
+    "interrupted": (f"interrupted.py {SMALL} --nproc-per-node 1", "    return 1", INTERRUPT),
     # The launcher is dead before this rank asks Linux for its own end.
     "orphan": ("orphan.py --nproc-per-node 1", "    if sys.platform", ORPHANED),
     # The loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C.
