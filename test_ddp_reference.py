@@ -10,8 +10,9 @@ and before each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the end of the failure (of one rank), and undo the change. Lessons 1, 2, 3 and
-5 try one rank first, which passes. With most faults `bash run.sh` gives no error.
+question names, read the end of the failure (of the rank that fails first), and undo the change.
+Lessons 1, 2, 3 and 5 try one rank first, which passes. With most faults `bash run.sh` gives no
+error.
 
 The tests need chapter 1 of ddp_reference.py as it is.
 """
@@ -93,7 +94,7 @@ def setUpModule():
 # 1 all but the first.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits for a partner.
+# Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits until it is ended.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -116,7 +117,7 @@ class Lesson0Machine(TestCase):
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # A sampler is told its rank, so here one process plays all ranks. On 1 to 4 ranks a step must have
-# the 12 samples that PyTorch's sampler gives to a single rank. (In a job, shares stand for ranks.)
+# the 12 samples that PyTorch's sampler gives to a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read the samples of rank 0: half of the samples, each twice.
@@ -169,8 +170,10 @@ def plain_net():
 
 
 def net_with_state():
-    """Return a net that looks at the whole batch, at a buffer of its own, and at random numbers."""
+    """Return a net whose training uses the whole batch, a running mean and random numbers."""
     layers = [nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net()]
+    # BatchNorm trains without its running mean, so a hook uses it. The next BatchNorm would undo
+    # that, but for Tanh.
     layers[0].register_forward_hook(lambda norm, _, output: output - norm.running_mean[:, None])
     return nn.Sequential(*layers, nn.BatchNorm1d(3), nn.Dropout(0.1))
 
@@ -200,10 +203,10 @@ def plain_step(net, optimizer, shares, seed=(0,), clip_grad_norm=0):
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. Two ranks have
 # 140 and 130 labels. What weight does the loss of a label get?
-# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. So 0.weight ends up to 0.0007 off.
+# Then DDP halves 1/140 and 1/130: 1/280 or 1/260, not 1/270. So 0.weight is up to 0.0007 off.
 #
 # Or let train_step() call `forward(model.module, shares[index], amp)`. Does `bash run.sh` fail?
-# Then DDP.forward(), which prepares averaging, is skipped: check_copies() fails after epoch 0.
+# Then yes: DDP.forward(), which prepares averaging, is skipped, and check_copies() finds it.
 def compare_steps(num_shares, args, device):
     """On a rank: take two steps with its shares of a batch, and compare with one process."""
     x, y = (tensor.to(device) for tensor in Ragged(12).tensors)
@@ -243,11 +246,11 @@ class Lesson2Step(TestCase):
 # and variances, and each rank has its own (Lesson 4).
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
-# Then the loss is 1.096 on rank 0 and 1.113 on rank 1, not 1.104. Both look right, and a job prints
+# Then the loss is 1.082 on rank 0 and 1.104 on rank 1, not 1.092. Both look right, and a job prints
 # only that of rank 0.
 #
-# Or leave out `sync_buffers(net)` there. Do the ranks agree?
-# Then they do, but on a wrong loss, 1.100: a sum of losses that used different running means.
+# Or leave out `sync_buffers(net)` there. Is the loss right?
+# Then no: all ranks have 1.094, from losses that used different running means.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -262,7 +265,7 @@ def compare_evaluation(num_samples, args, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_state().to(device)
-    # Each running mean is the rank. They are not contiguous, either.
+    # The running means differ by rank, and are not contiguous.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
     indices = range(rank, num_samples, world_size)
     sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
@@ -284,16 +287,16 @@ class Lesson3Evaluation(TestCase):
 # Many nets look at several samples at once, or draw random numbers. BatchNorm makes -1 and 1 of the
 # values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on who
 # computes what, unless that is fixed. Therefore a step has S shares. Share s has the samples, and
-# the random numbers, of rank s in a job with S ranks. It begins with the buffers that the step
-# before has left on rank 0, such as running means. So 4 ranks may compute a share each, 2 ranks
-# shares 0 and 2, and 1 and 3, or 1 rank all. The net must be that of DDP on 4 ranks, bit for bit on
-# as many, and up to rounding on fewer. The oracle is DDP as in PyTorch's tutorials.
+# the random numbers, of rank s in a job with S ranks. It begins with the buffers, such as running
+# means, that share 0 left in the step before. So 4 ranks may compute one share each, 2 ranks two (0
+# and 2, 1 and 3), or 1 rank all. On 4 ranks the net must be that of the DDP of tutorials bit for
+# bit, and on fewer up to rounding. (Here that is right, as shares have equally many labels.)
 #
 # To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail? (They
 # are tried first.) Then no, but 2 do: both shares of a rank drop the same logits.
 #
-# Or replace `sync_buffers(model.module, buffers)` there by `None`. Do 4 ranks fail?
-# Then yes: each keeps a running mean of its own.
+# Or leave out `, buffers` in `sync_buffers(model.module, buffers)` there. Do 4 ranks fail?
+# Then no, but 2 do: a rank's second share begins with what rank 0's first share has left.
 def make_task_with(train_set, args, device):
     """In place of make_task(): return a task with this training set, and two learning rates."""
     net = net_with_state().to(device)
@@ -324,12 +327,12 @@ def stock_ddp(args, device):
 
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_are_stock_ddp_on_four(self):
-        options = f"{OPTIONS} --shares 4 --checkpoint"
+        options = f"{OPTIONS} --shares 4"
         make_task = partial(make_task_with, ddp.SyntheticDataset(48, length=40, seed=0))
-        run_job(4, f"{options} stock", train=stock_ddp, make_task=make_task)
+        run_job(4, f"{options} --checkpoint stock", train=stock_ddp, make_task=make_task)
         expected = torch.load("stock", map_location="cpu")["net"]
         for ranks, tolerance in (4, 0), (2, 2e-5), (1, 2e-5):
-            run_job(ranks, f"{options} of{ranks}", make_task=make_task)
+            run_job(ranks, f"{options} --checkpoint of{ranks}", make_task=make_task)
             net = torch.load(f"of{ranks}", map_location="cpu")["net"]
             assert_close(net, expected, f"on {ranks} ranks", tolerance)
 
@@ -338,14 +341,16 @@ class Lesson4Shares(TestCase):
 # plain_loop(), below, is plain PyTorch in one process, and never resumes. A job with augmentation,
 # BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning rates must end with the
 # loop's net on any number of ranks, even if killed and resumed on another number. It does, because
-# - a step's samples (Lesson 1), gradient (2) and shares (4) are those of one process,
+# - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. Which jobs end with a
-# different net?
-# Then those that were stopped, because they lose the optimizer's momentum.
+# To break it, let train() call `resume(path, identity, {"net": net})`. Which job ends with a
+# different net? Then the one that was killed, because it loses the optimizer's momentum.
+#
+# Or leave out `, samples_read` in its `set_epoch(epoch, samples_read)`. Which job ends so?
+# Then again the one that was killed: resumed in an epoch, it reads the first samples once more.
 
 
 class Augmented(Ragged):
@@ -353,6 +358,7 @@ class Augmented(Ragged):
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
+        self.file = Path(__file__).open()  # An open file cannot be sent to workers.
         return x * (torch.rand(()) + np.random.rand() + random.random()), y
 
 
