@@ -30,7 +30,6 @@ import socket
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 import unittest
 from argparse import ArgumentParser
@@ -39,6 +38,7 @@ from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 from unittest import TestCase, mock
 
 import numpy as np
@@ -77,6 +77,7 @@ def setUpModule():
     os.chdir(folder.name)
     os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
     logging.disable()  # PyTorch would log each rank that it ends.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Otherwise & turns Ctrl-C off.
     if not any(x.startswith("-k") for x in sys.argv):  # With -k, a test starts what it needs.
         for name in SLOW_PROGRAMS:
             start(name)
@@ -86,12 +87,10 @@ def setUpModule():
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# (run_job() starts ranks that call add_up_integers() in place of train(). An error on any rank
-# fails the test.)
+# (run_job() starts ranks that call add_up_integers() in place of train(), and fails if one does.)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
-# Then each rank keeps its list, on two ranks i + r, not 2 * i + 1: on rank 0 all are wrong, on rank
-# 1 all but the first.
+# Then rank r of two keeps i + r, not 2 * i + 1. On rank 0 all are wrong, on rank 1 all but one.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
 # Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits until it is ended.
@@ -161,6 +160,15 @@ class Ragged(ddp.SyntheticDataset):
             y[: index % 5 * 10] = -100
 
 
+class Augmented(Ragged):
+    """Signals of Ragged, scaled by random numbers from PyTorch, NumPy and Python."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        self.file = lambda: None  # As an open file, it cannot be sent to workers.
+        return x * (torch.rand(()) + np.random.rand() + random.random()), y
+
+
 def plain_net():
     """Return a net without BatchNorm, the same in every process. One parameter is frozen."""
     torch.manual_seed(0)
@@ -198,8 +206,7 @@ def plain_step(net, optimizer, shares, seed=(0,), clip_grad_norm=0):
 # different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three labels, with
 # loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
 # an all-reduce counts the 4 labels first. Then rank 0 computes the gradient of 2 * 7 / 4 = 3.5, and
-# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these: (3.5 + 4.5) / 2 = 4. (The factor 2 is the
-# world size.)
+# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these: (3.5 + 4.5) / 2 = 4. (2 is the world size.)
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. Two ranks have
 # 140 and 130 labels. What weight does the loss of a label get?
@@ -207,13 +214,12 @@ def plain_step(net, optimizer, shares, seed=(0,), clip_grad_norm=0):
 #
 # Or let train_step() call `forward(model.module, shares[index], amp)`. Does `bash run.sh` fail?
 # Then yes: DDP.forward(), which prepares averaging, is skipped, and check_copies() finds it.
-def compare_steps(num_shares, args, device):
+def compare_steps(args, device):
     """On a rank: take two steps with its shares of a batch, and compare with one process."""
     x, y = (tensor.to(device) for tensor in Ragged(12).tensors)
     x = x.double()  # In float64 hardly anything is rounding.
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    num_shares = num_shares or world_size
-    shares = [(x[number::num_shares], y[number::num_shares]) for number in range(num_shares)]
+    shares = [(x[number :: args.shares], y[number :: args.shares]) for number in range(args.shares)]
     nets = [plain_net().double().to(device) for _ in range(2)]
     # With Adam a step hardly depends on a factor, so a wrong one would not show.
     optimizers = [torch.optim.SGD(net.parameters(), lr=1) for net in nets]
@@ -223,17 +229,15 @@ def compare_steps(num_shares, args, device):
         plain_step(nets[1], optimizers[1], [(x, y)])
 
     for name, expected in nets[1].state_dict().items():
-        what = f"{name} of rank {rank} of {world_size} ({num_shares=})"
+        what = f"{name} of rank {rank} of {world_size} ({args.shares=})"
         assert_close(nets[0].state_dict()[name], expected, what, 1e-12)
-    print("equal")
 
 
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
-        # With a share for each of the 12 samples, two shares have no label.
-        for num_shares, world_size in product((None, 12), range(1, 5)):
-            compare = partial(compare_steps, num_shares)
-            assert all("equal" in text for text in run_job(world_size, train=compare))
+        # By default each rank has a share. With 12 shares, two of them have no label.
+        for options, world_size in product(("", "--shares 12"), range(1, 5)):
+            run_job(world_size, options, train=compare_steps)
 
 
 # ---- Lesson 3: evaluation (evaluate)
@@ -259,28 +263,27 @@ def loss_and_accuracy(net, dataset):
     return [F.cross_entropy(logits, y).item(), accuracy.item()]
 
 
-def compare_evaluation(num_samples, args, device):
+def compare_evaluation(args, device):
     """On a rank: evaluate its share of the samples, and compare with one process."""
-    expected = loss_and_accuracy(net_with_state(), Ragged(num_samples))
+    dataset = Ragged(args.num_samples)
+    expected = loss_and_accuracy(net_with_state(), dataset)
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = net_with_state().to(device)
     # The running means differ by rank, and are not contiguous.
     net[0].running_mean = torch.full((3, 2), float(rank), device=device)[:, 0]
-    indices = range(rank, num_samples, world_size)
-    sums = ddp.evaluate(net, DataLoader(Ragged(num_samples), 4, sampler=indices))
+    indices = range(rank, len(dataset), world_size)
+    sums = ddp.evaluate(net, DataLoader(dataset, 4, sampler=indices))
 
     assert sums[0] > 0 and sums.dtype == torch.float64
     means = (sums[1:] / sums[0]).tolist()
     assert_close(means, expected, f"Loss and accuracy of rank {rank} of {world_size}")
-    print("equal")
 
 
 class Lesson3Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process(self):
         for world_size, num_samples in product(range(1, 5), (25, 2)):
-            compare = partial(compare_evaluation, num_samples)
-            assert all("equal" in text for text in run_job(world_size, train=compare))
+            run_job(world_size, f"--num-samples {num_samples}", train=compare_evaluation)
 
 
 # ---- Lesson 4: shares (train_step, seed_generators)
@@ -297,14 +300,14 @@ class Lesson3Evaluation(TestCase):
 #
 # Or leave out `, buffers` in `sync_buffers(model.module, buffers)` there. Do 4 ranks fail?
 # Then no, but 2 do: a rank's second share begins with what rank 0's first share has left.
-def make_task_with(train_set, args, device):
-    """In place of make_task(): return a task with this training set, and two learning rates."""
-    net = net_with_state().to(device)
+def make_task_with(train_set, make_net, args, device):
+    """In place of make_task(): return a task with this data and net, and two learning rates."""
+    net = make_net().to(device)
     groups = []
     for number, parameter in enumerate(net.parameters()):
         groups.append({"params": [parameter], "lr": args.lr * (1 + number % 2)})
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
-    return train_set, Ragged(10), net, optimizer
+    return train_set, Augmented(25), net, optimizer
 
 
 def stock_ddp(args, device):
@@ -328,7 +331,8 @@ def stock_ddp(args, device):
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_are_stock_ddp_on_four(self):
         options = f"{OPTIONS} --shares 4"
-        make_task = partial(make_task_with, ddp.SyntheticDataset(48, length=40, seed=0))
+        train_set = ddp.SyntheticDataset(48, length=40, seed=0)
+        make_task = partial(make_task_with, train_set, net_with_state)
         run_job(4, f"{options} --checkpoint stock", train=stock_ddp, make_task=make_task)
         expected = torch.load("stock", map_location="cpu")["net"]
         for ranks, tolerance in (4, 0), (2, 2e-5), (1, 2e-5):
@@ -351,17 +355,6 @@ class Lesson4Shares(TestCase):
 #
 # Or leave out `, samples_read` in its `set_epoch(epoch, samples_read)`. Which job ends so?
 # Then again the one that was killed: resumed in an epoch, it reads the first samples once more.
-
-
-class Augmented(Ragged):
-    """Signals of Ragged, scaled by random numbers from PyTorch, NumPy and Python."""
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        self.file = Path(__file__).open()  # An open file cannot be sent to workers.
-        return x * (torch.rand(()) + np.random.rand() + random.random()), y
-
-
 def plain_loop(args, device):
     """In place of train(): do the same in plain PyTorch, with equal random numbers."""
     ddp.seed_generators(args.seed)
@@ -408,9 +401,10 @@ class Lesson5NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
         # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 6.
         stopped = [(4, 0.5), (3, 1.2), (2, np.inf)]
+        train_set = Augmented(47)  # 3 steps an epoch, and 11 samples left out
+        make_task = partial(make_task_with, train_set, net_with_state)
         for option, runs in ("--num-workers 1", [(1, np.inf)]), ("--shares 12", stopped):
             options = f"{OPTIONS} --clip-grad-norm 0.3 {option}"
-            make_task = partial(make_task_with, Augmented(47))  # 3 steps an epoch, and 11 left out
             expected = net_after(options, [(1, np.inf)], train=plain_loop, make_task=make_task)
             net = net_after(options, runs, make_task=make_task)
             assert_close(net, expected, f"(ranks, epochs until a kill): {runs}, {options}")
@@ -501,19 +495,11 @@ FAULTS = (
 )
 
 
-def make_timed_task(args, device):
-    """Return a task with uneven labels, random items in validation, and a net without BatchNorm."""
-    time.perf_counter = iter(range(0, 99, 2)).__next__  # Each look at the clock takes two seconds.
-    net = plain_net().to(device)
-    return Ragged(48), Augmented(25), net, torch.optim.Adam(net.parameters(), lr=args.lr)
-
-
 class OtherGuarantees(TestCase):
     def test_the_sampler_reads_what_pytorchs_does(self):
         """Our permutation of int32 is PyTorch's of int64, also where 16 bits could not count."""
-        for num_samples, num_replicas, shuffle, drop_last in product(
-            (*range(20), 70000), range(1, 7), (True, False), (True, False)
-        ):
+        settings = product((*range(20), 70000), range(1, 7), (True, False), (True, False))
+        for num_samples, num_replicas, shuffle, drop_last in settings:
             for rank in range(num_replicas):
                 arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
                 ours, theirs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
@@ -639,7 +625,9 @@ class OtherGuarantees(TestCase):
         val = "val_loss {:#.5g} val_accuracy {:#.5g}".format(*val_means)
         os.symlink("target", "link")  # A link stays a link.
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
-        run_three = partial(run_job, 3, make_task=make_timed_task)
+        make_task = partial(make_task_with, Ragged(48), plain_net)
+        clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
+        run_three = partial(run_job, 3, make_task=make_task, time=clock)
         # The first run saves --lr 1, which must not come back, and ends before its first step.
         for more, stop_after in (("--lr 1", 0), ("", 0.7)):
             with self.assertRaises(KILLED):
@@ -781,8 +769,7 @@ class ReadmePrograms(TestCase):
 
 
 # ---- The processes
-# Each slow program is ddp_reference.py with edits, and a command that runs it. They are started
-# first, beside the other tests.
+# Each slow program is ddp_reference.py with edits, run by the command that comes first.
 IGNORE = "    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after &\n"
 PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     if epochs_done > 1.3 and restarts == rank == "0":
@@ -794,7 +781,7 @@ ORPHANED = f"""{IGNORE}    os.kill(os.getppid(), signal.SIGKILL)
     mp.parent_process().join()
     if sys.platform"""
 STUCK = """if mp.current_process().name.endswith(":2"):  # identify() has started the first.
-            print("stuck", flush=True)
+            os.killpg(0, signal.SIGINT)  # as Ctrl-C does
             signal.pause()"""
 # What two processes print is within 1e-5 of one, relative to 8e10.
 FOREIGN = """import os, sys
@@ -804,22 +791,22 @@ if os.environ["RANK"] == "0":
     print(f"iter 0: loss=3e-5, iter 1: Loss: {8e10 + 1e5 * size}, took {size / 10} s")"""
 SLOW_PROGRAMS = {
     "hanging.py": (
-        f"{TORCHRUN} --nproc-per-node=2 --max-restarts=1",
+        f"{TORCHRUN} --nproc-per-node=2 --max-restarts=1 hanging.py "
         f"{SMALL} --timeout 15 --checkpoint hanging --checkpoint-every 1",
         *("return 1", PAUSE),
     ),
     # The launcher is dead before this rank asks Linux for its own end.
-    "orphan.py": ("", "--nproc-per-node 1", "    if sys.platform", ORPHANED),
+    "orphan.py": ("orphan.py --nproc-per-node 1", "    if sys.platform", ORPHANED),
     # The loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C.
     "stuck.py": (
-        *("", f"{SMALL} --shares 1 --nproc-per-node 1 --num-workers 1"),
+        f"stuck.py {SMALL} --shares 1 --nproc-per-node 1 --num-workers 1",
         *("seed_generators(self.seed, self.epoch.item(), index)", STUCK),
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
-    "foreign.py": ("-m test_ddp_reference check", "a", SOURCE, FOREIGN),
+    "foreign.py": ("-m test_ddp_reference check foreign.py a", SOURCE, FOREIGN),
     # The momentum is lost over the kill, long before the last epoch.
     "forgetful.py": (
-        *("-m test_ddp_reference check", f"{SMALL} --shares 2 --epochs 20 --lr 0.003"),
+        f"-m test_ddp_reference check forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003",
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
     ),
 }
@@ -827,15 +814,12 @@ SLOW_PROGRAMS = {
 
 @cache
 def start(name):
-    """Start a slow program, with its output in pipes."""
-    launcher, options, *edits = SLOW_PROGRAMS[name]
+    """Start a slow program in a session of its own, as from a terminal, until the tests end."""
+    command, *edits = SLOW_PROGRAMS[name]
     Path(name).write_text(edited(SOURCE, *edits))
-    command = [sys.executable, *launcher.split(), name, *options.split()]
-    # Ctrl-C must reach the launcher, even if these tests run after &.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    program = Popen(command, text=True, stdout=PIPE, stderr=PIPE, preexec_fn=heed)
-    unittest.addModuleCleanup(program.terminate)
-    return program
+    options = {"start_new_session": True, "preexec_fn": ddp.end_with_parent}
+    command = [sys.executable, *command.split()]
+    return Popen(command, text=True, stdout=PIPE, stderr=PIPE, **options)
 
 
 def wait_for(name, status=0):
@@ -849,8 +833,6 @@ class TheProcesses(TestCase):
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
         out, _ = wait_for("orphan.py", -signal.SIGKILL)
         assert not out, out  # Its rank has ended before it trained.
-        assert any(line == "stuck\n" for line in start("stuck.py").stdout), wait_for("stuck.py")
-        start("stuck.py").send_signal(signal.SIGINT)
         wait_for("stuck.py", 130)
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
@@ -879,21 +861,19 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
 
     job: a script and its options. path: of its checkpoint. limit: seconds until it is ended.
     """
-    command, variables = [sys.executable, *job], os.environ.copy()
-    options = re.findall(OPTION, Path(job[0]).read_text())
+    launcher, options = [], re.findall(OPTION, Path(job[0]).read_text())
     if "--nproc-per-node" not in options:
-        command[1:1] = [*TORCHRUN.split(), f"--nproc-per-node={world_size}"]
-        variables["OMP_NUM_THREADS"] = "1"  # Otherwise torchrun sets it, and says so.
+        launcher = [*TORCHRUN.split(), f"--nproc-per-node={world_size}"]
+        os.environ["OMP_NUM_THREADS"] = "1"  # Otherwise torchrun sets it, and says so.
         if GPUS == 1:  # Such a script wants a GPU for each process.
-            variables["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    command = ["timeout", "--foreground", f"{limit}", sys.executable, *launcher, *job]
     # A later option counts, so the job's --checkpoint stays untouched.
     ours = {"--nproc-per-node": f"{world_size}", "--log-every": "1", "--checkpoint": path}
     for option in ours.keys() & options:
         command += [option, ours[option]]
     end_with_check = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # as end_with_parent()
-    process = Popen(command, text=True, stdout=PIPE, env=variables, preexec_fn=end_with_check)
-    timer = threading.Timer(limit, process.terminate)
-    timer.start()
+    process = Popen(command, text=True, stdout=PIPE, preexec_fn=end_with_check)
     lines = []
     try:
         for line in process.stdout:
@@ -903,10 +883,9 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
             if world_size == 1 and not re.match(r"epoch \d+ \| \d+/", line):  # no lines of steps
                 print(line, end="", flush=True)
         if process.wait() and len(lines) < kill_after:
-            what = f"was ended after {limit:.0f} s" if timer.finished.is_set() else "failed"
+            what = f"was ended after {limit:.0f} s" if process.returncode == 124 else "failed"
             sys.exit(f"check: the job {what} with {world_size} processes, after {lines[-1:]}")
     finally:
-        timer.cancel()
         process.terminate()
         process.communicate()  # until all its processes have ended
     return "".join(lines)
@@ -954,24 +933,22 @@ def compare(name, pairs, expected, tolerance):
     return differing
 
 
-CAUSES = """the samples and
-their order, batch size, random numbers, BatchNorm, and what ranks average or add up"""
-
-
 def find_cause(differing, expected):
     """Say where runs begin to differ, and of the causes those that this allows."""
-    kinds = [kind(text) for text, _ in expected]
-    lines = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # where they begin
-    in_validation = [re.search("(?i)(val|test)[^#]*#$", text) for text in kinds]
     if any(kind(text) != kind(other) for _, text, other in differing):
         return """by a line that one run lacks: does each rank
 print, does the batch grow with the ranks, or does the job resume from files of the run before?"""
+    kinds = [kind(text) for text, _ in expected]
+    in_validation = [re.search("(?i)(val|test)[^#]*#$", text) for text in kinds]
     if all(in_validation[index] for index, *_ in differing) and not all(in_validation):
         return "only in validation: look at repeated or uncounted samples, and at means of means."
-    if differing[0][0] < [*lines, np.inf, np.inf][2]:  # All training may follow the first line.
-        return f"in its first lines: look at {CAUSES}."
-    return f"""only after some lines: look at what begins
-there, at rounding (which float64 ends), or at what is small, such as dropout, in {CAUSES}."""
+    where = "in its first lines: look at"
+    lines = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # where they begin
+    if len(lines) > 2 and differing[0][0] >= lines[2]:  # All training may follow the first line.
+        where = """only after some lines: look at what begins
+there, at rounding (which float64 ends), or at what is small, such as dropout, in"""
+    return f"""{where} the samples and
+their order, batch size, random numbers, BatchNorm, and what ranks average or add up."""
 
 
 def check(arguments, folder, run=run_for_check):
@@ -980,19 +957,17 @@ def check(arguments, folder, run=run_for_check):
     SCRIPT.py is a copy of ddp_reference.py, or any script that torchrun starts. It runs on one
     process, then on 2 and 4 (with several GPUs on up to all), or on the numbers that divide its
     shares. Each line with decimal numbers is compared, but not numbers before a unit of time, size
-    or speed. A difference is relative to the largest number of its kind. A job that has the option
-    --checkpoint-every is also killed past its middle, and goes on with another number. A run that
-    takes 30 times as long as on one process, and a minute, is ended. The status is 0 if nothing
-    differs by more than the tolerance. It cannot see what hardly moves the printed numbers (if the
-    learning rate is tiny), what a short run never does, what is equally wrong on every number of
-    processes, or state that matters only after a kill at another place.
+    or speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
+    A job that has the option --checkpoint-every is also killed past its middle, and goes on with
+    another number. A run that takes 30 times as long as on one process, and a minute, is ended. The
+    status is 0 if nothing differs by more than --tolerance. It cannot see what hardly moves the
+    printed numbers (if the learning rate is tiny), what a short run never does, what is equally
+    wrong on every number of processes, or state that matters only after a kill at another place.
     """
-    usage = "bash run.sh check [--tolerance T] [--ignore REGEX] [SCRIPT.py] [its options]"
+    usage = r"bash run.sh check [--tolerance 0.0005] [--ignore 'mfu \S+'] [SCRIPT.py] [its options]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
-    text = "how far apart printed numbers may be (default: %(default)s)"
-    parser.add_argument("--tolerance", type=float, default=0.0005, help=text)
-    text = "what else in a line is no result, such as 'mfu \\S+'"
-    parser.add_argument("--ignore", default="$^", metavar="REGEX", help=text)
+    parser.add_argument("--tolerance", type=float, default=0.0005)
+    parser.add_argument("--ignore", default="$^", metavar="REGEX")
     args, job = parser.parse_known_args(arguments)
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
