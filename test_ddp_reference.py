@@ -391,7 +391,8 @@ def net_after(options, runs, **replacements):
     options = f"{options} --checkpoint {path} --checkpoint-every 1"
     for number, (ranks, stop_after) in enumerate(runs):
         replacements["lr_factor"] = partial(stop_at, stop_after)
-        with TestCase().assertRaises(KILLED) if stop_after < np.inf else contextlib.nullcontext():
+        killed = TestCase().assertRaises(KILLED)
+        with killed if stop_after < np.inf else contextlib.nullcontext():
             run_job(ranks, options, **replacements)
         assert ("resuming" in Path("rank0").read_text()) == (number > 0), runs
     return torch.load(path, map_location="cpu")["net"]
@@ -411,17 +412,18 @@ class Lesson5NumberOfRanks(TestCase):
 
 
 # ---- The other guarantees: what is refused, printed and saved
-# If a new option changes the net, it goes into OPTIONS and plain_loop() (Lesson 5). If it changes
-# printed numbers, it goes into loss_and_accuracy() and the test of these numbers. Otherwise it gets
-# a test of its own. Forget it in one call after the other: a test must fail.
+# If a new option changes a step, it goes into Lesson 5's options and plain_loop(). If it changes
+# printed numbers, it goes into loss_and_accuracy() and the test of these numbers. Otherwise, and if
+# make_task() reads it, it gets a test of its own. Forget it in one call after the other: a test
+# must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
     torch.set_num_threads(1)
-    # Local ranks are reversed, so mistaking them for ranks fails. run_job() has made the store.
+    # Local ranks are reversed, so mistaking them for ranks fails.
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{world_size - 1 - rank}"}
-    os.environ |= {"WORLD_SIZE": f"{world_size}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    os.environ |= {"WORLD_SIZE": f"{world_size}", "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # run_job()'s
     vars(ddp).update(replacements)
     sys.argv = ["ddp_reference.py", *f"--timeout 60 --shares {world_size} {options}".split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
@@ -785,7 +787,7 @@ STUCK = """if mp.current_process().name.endswith(":2"):  # identify() has starte
             signal.pause()"""
 # What two processes print is within 1e-5 of one, relative to 8e10.
 FOREIGN = """import os, sys
-assert sys.argv[1:] == ["a", "--log-every", "1"], sys.argv  # "--log-every", --checkpoint
+assert sys.argv[1:] == ["a", "--log-every", "1"], sys.argv  # --checkpoint is not in quotes
 size = int(os.environ["WORLD_SIZE"])
 if os.environ["RANK"] == "0":
     print(f"iter 0: loss=3e-5, iter 1: Loss: {8e10 + 1e5 * size}, took {size / 10} s")"""
@@ -803,6 +805,7 @@ SLOW_PROGRAMS = {
         *("seed_generators(self.seed, self.epoch.item(), index)", STUCK),
         *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
     ),
+    # Its text is another one.
     "foreign.py": ("-m test_ddp_reference check foreign.py a", SOURCE, FOREIGN),
     # The momentum is lost over the kill, long before the last epoch.
     "forgetful.py": (
@@ -850,16 +853,17 @@ class TheProcesses(TestCase):
 # Which numbers are results, and which are not: those of colours and clocks, or with a unit.
 NUMBER = r"(?i)(?<![\w.])[-+]?(?:(?:\d*\.\d+|\d+\.?(?=e))(?:e[-+]?\d+)?|inf|nan)(?!\w|\.\d)"
 UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?|m?s/\w+)(?![\w/])"
-CLOCK = r"(?<![\w@.])\d+(?::[0-5]\d)+(?![\d.])"
+CLOCK = r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])"
 SPEED = r"\w+/[sS](?:ec)?[:=] ?[\d.]+"
 NO_RESULT = rf"\x1b\[[\d;]*m|{CLOCK}|{SPEED}|(?<![\w.])[-+\d.e]+ ?{UNIT}"
 OPTION = r"""["'](--[\w-]+)["']"""
 
 
-def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
+def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf, show=False):
     """Return what a job prints until it ends, or is killed after so many lines.
 
-    job: a script and its options. path: of its checkpoint. limit: seconds until it is ended.
+    job: a script and its options. path: of its checkpoint. limit: seconds until it is ended. show:
+    print all but lines of steps.
     """
     launcher, options = [], re.findall(OPTION, Path(job[0]).read_text())
     if "--nproc-per-node" not in options:
@@ -880,11 +884,11 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
             lines.append(line.replace(path, ""))
             if len(lines) == kill_after:
                 process.terminate()  # Its ranks end with it.
-            if world_size == 1 and not re.match(r"epoch \d+ \| \d+/", line):  # no lines of steps
+            if show and not re.match(r"epoch \d+ \| \d+/", line):
                 print(line, end="", flush=True)
         if process.wait() and len(lines) < kill_after:
             what = f"was ended after {limit:.0f} s" if process.returncode == 124 else "failed"
-            sys.exit(f"check: the job {what} with {world_size} processes, after {lines[-1:]}")
+            sys.exit(f"check: the job {what} with {world_size} processes. Last line: {lines[-1:]}")
     finally:
         process.terminate()
         process.communicate()  # until all its processes have ended
@@ -906,7 +910,7 @@ def read_numbers(printed, ignore="$^"):
 
 def kind(text):
     """Return what all lines of a kind share, as in "epoch | loss # accuracy #"."""
-    return re.sub(r"\d", "", re.sub(NUMBER, "#", text))
+    return re.sub(r"\d", "", re.sub(NUMBER, "#", text.replace("#", "")))
 
 
 def compare(name, pairs, expected, tolerance):
@@ -939,12 +943,12 @@ def find_cause(differing, expected):
         return """by a line that one run lacks: does each rank
 print, does the batch grow with the ranks, or does the job resume from files of the run before?"""
     kinds = [kind(text) for text, _ in expected]
-    in_validation = [re.search("(?i)(val|test)[^#]*#$", text) for text in kinds]
+    in_validation = [re.search("(?i)(?<![a-z])(e?val|test)(?!ue)[^#]*#$", text) for text in kinds]
     if all(in_validation[index] for index, *_ in differing) and not all(in_validation):
         return "only in validation: look at repeated or uncounted samples, and at means of means."
     where = "in its first lines: look at"
     lines = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # where they begin
-    if len(lines) > 2 and differing[0][0] >= lines[2]:  # All training may follow the first line.
+    if len(lines) > 2 and min(differing)[0] >= lines[2]:  # All training may follow the first line.
         where = """only after some lines: look at what begins
 there, at rounding (which float64 ends), or at what is small, such as dropout, in"""
     return f"""{where} the samples and
@@ -959,10 +963,11 @@ def check(arguments, folder, run=run_for_check):
     shares. Each line with decimal numbers is compared, but not numbers before a unit of time, size
     or speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
     A job that has the option --checkpoint-every is also killed past its middle, and goes on with
-    another number. A run that takes 30 times as long as on one process, and a minute, is ended. The
-    status is 0 if nothing differs by more than --tolerance. It cannot see what hardly moves the
-    printed numbers (if the learning rate is tiny), what a short run never does, what is equally
-    wrong on every number of processes, or state that matters only after a kill at another place.
+    another number. A run that takes a minute more than 30 times as long as on one process is ended.
+    The status is 0 if nothing differs by more than --tolerance. It cannot see what hardly moves the
+    printed numbers (a tiny learning rate, beside a huge first loss), what a short run never does,
+    what is equally wrong on every number of processes, integers, or state that matters only after a
+    kill at another place.
     """
     usage = r"bash run.sh check [--tolerance 0.0005] [--ignore 'mfu \S+'] [SCRIPT.py] [its options]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
@@ -978,7 +983,7 @@ def check(arguments, folder, run=run_for_check):
         parser.error(f"{error}")
 
     began = time.monotonic()
-    one = run(1, job, f"{folder}/1")
+    one = run(1, job, f"{folder}/1", show=True)
     limit = 60 + 30 * (time.monotonic() - began)
     expected = read_numbers(one, args.ignore)
     if not any(np.isfinite(number) for _, number in expected):
@@ -994,6 +999,9 @@ def check(arguments, folder, run=run_for_check):
         numbers = read_numbers(run(count, job, f"{folder}/{count}", limit), args.ignore)
         differing += compare(f"{count} processes", numbers, expected, args.tolerance)
     if differing:
+        again = read_numbers(run(1, job, f"{folder}/again", limit), args.ignore)
+        if compare("one process again", again, expected, args.tolerance):
+            return "The job differs from itself: seed it, or --ignore what is a time or a speed."
         return f"The number of processes changes this job {find_cause(differing, expected)}"
 
     if saves:
@@ -1001,15 +1009,15 @@ def check(arguments, folder, run=run_for_check):
         run(counts[-1], job, f"{folder}/killed", limit, one.count("\n") // 2 + 2)
         other = counts[0] if len(counts) > 1 else 1
         numbers = read_numbers(run(other, job, f"{folder}/killed", limit), args.ignore)
-        steps_followed = sum(kind(text).count("#") == 1 for text, _ in numbers) > 1  # lines
-        if not steps_followed or len(numbers) >= len(expected):
+        lines_followed = sum(kind(text).count("#") == 1 for text, _ in numbers) > 1
+        if not lines_followed or len(numbers) >= len(expected):
             return "check: the job did not go on after the kill: does it resume? Or raise --epochs"
         name = f"over a kill ({counts[-1]} processes, then {other} from {numbers[0][0]})"
         if compare(name, numbers, expected[-len(numbers) :], args.tolerance):
             return "Only the resumed job differs: the checkpoint lacks some state."
     else:
         print("No kill was tried, because the job has no --checkpoint-every.")
-    print(f"All results are equal within the tolerance of {args.tolerance}.")
+    print(f"All decimals are equal within the tolerance of {args.tolerance}.")
 
 
 class TheCheck(TestCase):
@@ -1027,33 +1035,36 @@ class TheCheck(TestCase):
 
     def test_check_reads_results_of_any_format(self):
         line = "loss=0.5, Acc@1:98.25% val/score 1e-3 (nan) | -.5; inf. \x1b[1m0.25\x1b[0m min 0.75"
-        others = "0.1 h 3.5ms 12:34<56:07 2.5 it/s, 1.5 GB v2.13.0 7.5s/it lr0.1 Steps/Sec: 2.5 1."
+        others = (
+            "0.1 h 3.5ms 12:34<56:07 2.5 it/s, 1.5 GB v2.13.0 7.5s/it lr0.1 a/Sec: 2.5 0:00:01.5"
+        )
         numbers = [number for _, number in read_numbers(f"{line} {others}")]
         np.testing.assert_array_equal(numbers, [0.5, 98.25, 1e-3, np.nan, -0.5, np.inf, 0.25, 0.75])
 
     def test_check_tells_when_runs_begin_to_differ(self):
-        """The runs are texts here: of one process, of two, until the kill, and after it."""
+        """The runs are texts here: of one process, of two, and again, or until and after a kill."""
         start = "batch 2 in 2 shares\nepoch 0 | 2/4 | loss 0.5000, 98.5%\n"
         step = "epoch 0 | 4/4 | loss 4e-1, nan%\n"
         end = "epoch 0 | val_loss=0.4 in 9.0 s\nepoch 1 | 2/4 | loss 0.3000, 1.00%\n"
         one = start + step + end
         resumed = step + end.replace("9.0", "7.0")
         Path("job.py").write_text("exit(1)  # '--checkpoint-every'")
-        for two, after, message in (
-            (one.replace("0.5000", "0.5003"), "", "in its first lines"),
-            (one.replace("0.3000", "0.3002"), resumed, None),  # just within
-            (one.replace("0.3000", "nan"), "", "only after some lines"),
-            (one.replace("=0.4", "=0.401"), "", "only in validation"),
-            (one + end, "", "by a line that one run lacks"),
-            (start + end, "", "by a line that one run lacks"),
-            (one, one, "did not go on"),
-            (one, "", "did not go on"),
-            (one, start + step, "the checkpoint lacks"),
-            (one, resumed.replace("0.3000", "0.3003"), "the checkpoint lacks"),
+        for two, later, message in (
+            (one.replace("0.5000", "0.5003"), [one], "in its first lines"),
+            (one.replace("0.5000", "0.5003"), [one.replace("0.3000", "0.7")], "from itself"),
+            (one.replace("0.3000", "0.3002"), [start, resumed], None),  # just within
+            (one.replace("0.3000", "nan"), [one], "only after some lines"),
+            (one.replace("=0.4", "=0.401"), [one], "only in validation"),
+            (one + end, [one], "by a line that one run lacks"),
+            (start + end, [one], "by a line that one run lacks"),
+            (one, [start, one], "did not go on"),
+            (one, [start, ""], "did not go on"),
+            (one, [start, start + step], "the checkpoint lacks"),
+            (one, [start, resumed.replace("0.3000", "0.3003")], "the checkpoint lacks"),
         ):
-            runs = mock.Mock(side_effect=(one, two, start, after))
+            runs = mock.Mock(side_effect=(one, two, *later))
             with mock.patch("sys.stdout"):
-                self.assertIn(str(message), str(check(["job.py"], "", runs)), (two, after))
+                self.assertIn(str(message), str(check(["job.py"], "", runs)), (two, later))
         for script, message in ("exit(1)", "failed"), ("import time; time.sleep(99)", "was ended"):
             Path("job.py").write_text(f"{script}  # '--nproc-per-node'")
             with self.assertRaisesRegex(SystemExit, message):
