@@ -10,7 +10,7 @@ and before each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the end of the failure (of the rank that fails first), and undo the change.
+question names, read the end of the failure (of the first rank to fail), and undo the change.
 Lessons 1, 2, 3 and 5 try one rank first, which passes. With most faults `bash run.sh` gives no
 error.
 
@@ -87,7 +87,7 @@ def setUpModule():
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# (run_job() starts ranks that call add_up_integers() in place of train(), and fails if one does.)
+# (run_job() starts ranks that call add_up_integers(), not train(). If a rank fails, so does it.)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
 # Then rank r of two keeps i + r, not 2 * i + 1. On rank 0 all are wrong, on rank 1 all but one.
@@ -144,7 +144,7 @@ class Lesson1Sampler(TestCase):
             assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
 
 
-# ---- What Lessons 2 to 5 share: a comparison, data, nets, and a step in plain PyTorch
+# ---- Used in Lessons 2 to 5: a comparison, data, nets, and a step in plain PyTorch
 def assert_close(actual, expected, what, tolerance=2e-5):
     """Assert that numbers or tensors are equal, by default up to the rounding of float32."""
     options = {"rtol": tolerance, "atol": tolerance}
@@ -165,7 +165,7 @@ class Augmented(Ragged):
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        self.file = lambda: None  # As an open file, it cannot be sent to workers.
+        self.file = lambda: None  # Like an open file, it cannot go to workers.
         return x * (torch.rand(()) + np.random.rand() + random.random()), y
 
 
@@ -178,16 +178,15 @@ def plain_net():
 
 
 def net_with_state():
-    """Return a net whose training uses the whole batch, a running mean and random numbers."""
+    """Return a net that trains with batch statistics, a running mean and random numbers."""
     layers = [nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net()]
-    # BatchNorm trains without its running mean, so a hook uses it. The next BatchNorm would undo
-    # that, but for Tanh.
+    # In training only this hook uses the running mean. But for Tanh the next layer would undo it.
     layers[0].register_forward_hook(lambda norm, _, output: output - norm.running_mean[:, None])
     return nn.Sequential(*layers, nn.BatchNorm1d(3), nn.Dropout(0.1))
 
 
 def plain_step(net, optimizer, shares, seed=(0,), clip_grad_norm=0):
-    """Do what train_step() does in plain PyTorch, in one process with all shares."""
+    """Do in plain PyTorch what train_step() does, in one process with all shares."""
     num_labels = sum((y != -100).sum() for _, y in shares)
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     for number in reversed(range(len(shares))):  # Share 0 is last, so its buffers remain.
@@ -247,14 +246,14 @@ class Lesson2Step(TestCase):
 # hang: of 25 samples in batches of 4, rank 0 of 2 has four batches, rank 1 three.
 #
 # All ranks must evaluate the net of rank 0, which is saved. BatchNorm evaluates with running means
-# and variances, and each rank has its own (Lesson 4).
+# and variances, which each rank took from its own samples.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Do the ranks agree?
 # Then the loss is 1.082 on rank 0 and 1.104 on rank 1, not 1.092. Both look right, and a job prints
 # only that of rank 0.
 #
 # Or leave out `sync_buffers(net)` there. Is the loss right?
-# Then no: all ranks have 1.094, from losses that used different running means.
+# Then no: both ranks have 1.094, from losses that used different running means.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -264,7 +263,7 @@ def loss_and_accuracy(net, dataset):
 
 
 def compare_evaluation(args, device):
-    """On a rank: evaluate its share of the samples, and compare with one process."""
+    """On a rank: evaluate its part of the samples, and compare with one process."""
     dataset = Ragged(args.num_samples)
     expected = loss_and_accuracy(net_with_state(), dataset)
 
@@ -288,18 +287,18 @@ class Lesson3Evaluation(TestCase):
 
 # ---- Lesson 4: shares (train_step, seed_generators)
 # Many nets look at several samples at once, or draw random numbers. BatchNorm makes -1 and 1 of the
-# values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on who
-# computes what, unless that is fixed. Therefore a step has S shares. Share s has the samples, and
-# the random numbers, of rank s in a job with S ranks. It begins with the buffers, such as running
-# means, that share 0 left in the step before. So 4 ranks may compute one share each, 2 ranks two (0
-# and 2, 1 and 3), or 1 rank all. On 4 ranks the net must be that of the DDP of tutorials bit for
-# bit, and on fewer up to rounding. (Here that is right, as shares have equally many labels.)
+# values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on what
+# is computed together. Therefore a step has a fixed number of shares, S. Share s has the samples,
+# and the random numbers, of rank s in a job with S ranks. It begins with the buffers, such as
+# running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, 2 ranks
+# two (0 and 2, 1 and 3), or 1 rank all. On 4 ranks the net must be, bit for bit, that of DDP as in
+# tutorials, and on fewer up to rounding. (DDP is right here: the shares have equally many labels.)
 #
 # To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail? (They
 # are tried first.) Then no, but 2 do: both shares of a rank drop the same logits.
 #
 # Or leave out `, buffers` in `sync_buffers(model.module, buffers)` there. Do 4 ranks fail?
-# Then no, but 2 do: a rank's second share begins with what rank 0's first share has left.
+# Then no, but 2 do: shares 0 and 1, which come last, begin with what share 2 has left.
 def make_task_with(train_set, make_net, args, device):
     """In place of make_task(): return a task with this data and net, and two learning rates."""
     net = make_net().to(device)
@@ -350,11 +349,11 @@ class Lesson4Shares(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. Which job ends with a
-# different net? Then the one that was killed, because it loses the optimizer's momentum.
+# To break it, let train() call `resume(path, identity, {"net": net})`. Which job of the test
+# fails? Then the one that was killed, because it loses the optimizer's momentum.
 #
-# Or leave out `, samples_read` in its `set_epoch(epoch, samples_read)`. Which job ends so?
-# Then again the one that was killed: resumed in an epoch, it reads the first samples once more.
+# Or leave out `, samples_read` in its `set_epoch(epoch, samples_read)`. Which job fails?
+# Then again the one that was killed: resumed within an epoch, it reads the first samples again.
 def plain_loop(args, device):
     """In place of train(): do the same in plain PyTorch, with equal random numbers."""
     ddp.seed_generators(args.seed)
