@@ -286,13 +286,14 @@ class Lesson3Evaluation(TestCase):
 
 
 # ---- Lesson 4: shares (train_step, seed_generators)
-# Many nets look at several samples at once, or draw random numbers. BatchNorm makes -1 and 1 of the
-# values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on what
-# is computed together. Therefore a step has a fixed number of shares, S. Share s has the samples,
-# and the random numbers, of rank s in a job with S ranks. It begins with the buffers, such as
-# running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, 2 ranks
-# two (0 and 2, 1 and 3), or 1 rank all. On 4 ranks the net must be, bit for bit, that of DDP as in
-# tutorials, and on fewer up to rounding. (DDP is right here: the shares have equally many labels.)
+# Many nets look at several samples at once, or draw random numbers. BatchNorm makes -1 and 1 of
+# the values 1 and 5, but -1.4 and 1.4 if it sees them with 3 and 3. So what a net learns depends on
+# what is computed together. Therefore a step has a fixed number of shares, S. Share s has the
+# samples, and the random numbers, of rank s in a job with S ranks. It begins with the buffers, such
+# as running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, 2
+# ranks two (0 and 2, 1 and 3), or 1 rank all. On 4 ranks the net must be, bit for bit, that of DDP
+# as in tutorials, and on fewer up to rounding. (DDP is right here: the shares have equally many
+# labels.)
 #
 # To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail? (They
 # are tried first.) Then no, but 2 do: both shares of a rank drop the same logits.
@@ -411,10 +412,10 @@ class Lesson5NumberOfRanks(TestCase):
 
 
 # ---- The other guarantees: what is refused, printed and saved
-# If a new option changes a step, it goes into Lesson 5's options and plain_loop(). If it changes
-# printed numbers, it goes into loss_and_accuracy() and the test of these numbers. Otherwise, and if
-# make_task() reads it, it gets a test of its own. Forget it in one call after the other: a test
-# must fail.
+# If a new option changes a step, it goes into Lesson 5's options and plain_loop(). If it also
+# changes printed numbers, it goes into loss_and_accuracy() and the test of these numbers.
+# Otherwise, and if make_task() reads it, it gets a test of its own. Forget it in one call after the
+# other: a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -853,7 +854,7 @@ class TheProcesses(TestCase):
 NUMBER = r"(?i)(?<![\w.])[-+]?(?:(?:\d*\.\d+|\d+\.?(?=e))(?:e[-+]?\d+)?|inf|nan)(?!\w|\.\d)"
 UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?|m?s/\w+)(?![\w/])"
 CLOCK = r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])"
-SPEED = r"\w+/[sS](?:ec)?[:=] ?[\d.]+"
+SPEED = r"\w+/[sS](?:ec)?[\"':= ]+[\d.]+"
 NO_RESULT = rf"\x1b\[[\d;]*m|{CLOCK}|{SPEED}|(?<![\w.])[-+\d.e]+ ?{UNIT}"
 OPTION = r"""["'](--[\w-]+)["']"""
 
@@ -887,7 +888,8 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf, show=Fals
                 print(line, end="", flush=True)
         if process.wait() and len(lines) < kill_after:
             what = f"was ended after {limit:.0f} s" if process.returncode == 124 else "failed"
-            sys.exit(f"check: the job {what} with {world_size} processes. Last line: {lines[-1:]}")
+            last = "".join(lines[-1:])
+            sys.exit(f"check: the job {what} with {world_size} processes. Last line: {last}")
     finally:
         process.terminate()
         process.communicate()  # until all its processes have ended
@@ -939,15 +941,19 @@ def compare(name, pairs, expected, tolerance):
 def find_cause(differing, expected):
     """Say where runs begin to differ, and of the causes those that this allows."""
     if any(kind(text) != kind(other) for _, text, other in differing):
-        return """by a line that one run lacks: does each rank
+        return """by a line or decimal that one run lacks: does each rank
 print, does the batch grow with the ranks, or does the job resume from files of the run before?"""
     kinds = [kind(text) for text, _ in expected]
-    in_validation = [re.search("(?i)(?<![a-z])(e?val|test)(?!ue)[^#]*#$", text) for text in kinds]
+    in_validation = [
+        re.search("(?i)(?<![a-z])(e?val|test|lr)(?!ue)[^#]*#$", text) for text in kinds
+    ]
     if all(in_validation[index] for index, *_ in differing) and not all(in_validation):
         return "only in validation: look at repeated or uncounted samples, and at means of means."
     where = "in its first lines: look at"
-    lines = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # where they begin
-    if len(lines) > 2 and min(differing)[0] >= lines[2]:  # All training may follow the first line.
+    begins = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # of lines
+    if (
+        len(begins) > 2 and min(differing)[0] >= begins[2]
+    ):  # All training may follow the first line.
         where = """only after some lines: look at what begins
 there, at rounding (which float64 ends), or at what is small, such as dropout, in"""
     return f"""{where} the samples and
@@ -1008,8 +1014,11 @@ def check(arguments, folder, run=run_for_check):
         run(counts[-1], job, f"{folder}/killed", limit, one.count("\n") // 2 + 2)
         other = counts[0] if len(counts) > 1 else 1
         numbers = read_numbers(run(other, job, f"{folder}/killed", limit), args.ignore)
-        lines_followed = sum(kind(text).count("#") == 1 for text, _ in numbers) > 1
-        if not lines_followed or len(numbers) >= len(expected):
+        # Each run may first print its options.
+        while numbers and numbers[0] in expected[:1]:
+            numbers, expected = numbers[1:], expected[1:]
+        num_lines = sum(kind(text).count("#") == 1 for text, _ in numbers)
+        if num_lines < 2 or len(numbers) >= len(expected):
             return "check: the job did not go on after the kill: does it resume? Or raise --epochs"
         name = f"over a kill ({counts[-1]} processes, then {other} from {numbers[0][0]})"
         if compare(name, numbers, expected[-len(numbers) :], args.tolerance):
@@ -1042,11 +1051,12 @@ class TheCheck(TestCase):
 
     def test_check_tells_when_runs_begin_to_differ(self):
         """The runs are texts here: of one process, of two, and again, or until and after a kill."""
-        start = "batch 2 in 2 shares\nepoch 0 | 2/4 | loss 0.5000, 98.5%\n"
+        options = "Namespace(lr=0.1)\nbatch 2 in 2 shares\n"
+        start = f"{options}epoch 0 | 2/4 | loss 0.5000, 98.5%\n"
         step = "epoch 0 | 4/4 | loss 4e-1, nan%\n"
         end = "epoch 0 | val_loss=0.4 in 9.0 s\nepoch 1 | 2/4 | loss 0.3000, 1.00%\n"
         one = start + step + end
-        resumed = step + end.replace("9.0", "7.0")
+        resumed = options + step + end.replace("9.0", "7.0")
         Path("job.py").write_text("exit(1)  # '--checkpoint-every'")
         for two, later, message in (
             (one.replace("0.5000", "0.5003"), [one], "in its first lines"),
@@ -1054,11 +1064,12 @@ class TheCheck(TestCase):
             (one.replace("0.3000", "0.3002"), [start, resumed], None),  # just within
             (one.replace("0.3000", "nan"), [one], "only after some lines"),
             (one.replace("=0.4", "=0.401"), [one], "only in validation"),
-            (one + end, [one], "by a line that one run lacks"),
-            (start + end, [one], "by a line that one run lacks"),
+            (one + end, [one], "by a line or decimal"),
+            (start + end, [one], "by a line or decimal"),
             (one, [start, one], "did not go on"),
             (one, [start, ""], "did not go on"),
-            (one, [start, start + step], "the checkpoint lacks"),
+            (one, [start, start + step], "did not go on"),
+            (one, [start, start + step + "loss 0.7"], "did not go on"),
             (one, [start, resumed.replace("0.3000", "0.3003")], "the checkpoint lacks"),
         ):
             runs = mock.Mock(side_effect=(one, two, *later))
