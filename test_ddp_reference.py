@@ -10,7 +10,7 @@ and before each lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`) or what the
-question names, read the end of the failure (of the first rank to fail), and undo the change.
+question names, read the end of the first failure, and undo the change.
 Lessons 1, 2, 3 and 5 try one rank first, which passes. With most faults `bash run.sh` gives no
 error.
 
@@ -93,7 +93,7 @@ def setUpModule():
 # Then rank r of two keeps i + r, not 2 * i + 1. On rank 0 all are wrong, on rank 1 all but one.
 #
 # Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then rank 1 fails: its call pairs with that of the zeros. Rank 0 waits until it is ended.
+# Then all but rank 0 fail: their calls pair with that of the zeros. Rank 0 waits until it is ended.
 def add_up_integers(args, device):
     """On a rank: all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -115,8 +115,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# A sampler is told its rank, so here one process plays all ranks. On 1 to 4 ranks a step must have
-# the 12 samples that PyTorch's sampler gives to a single rank.
+# A sampler is told its rank (in a job, its share), so here one process plays all ranks. On 1 to 4
+# ranks a step must have the 12 samples that PyTorch's sampler gives to a single rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read the samples of rank 0: half of the samples, each twice.
@@ -180,7 +180,7 @@ def plain_net():
 def net_with_state():
     """Return a net that trains with batch statistics, a running mean and random numbers."""
     layers = [nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3), nn.ReLU(inplace=True), plain_net()]
-    # In training only this hook uses the running mean. But for Tanh the next layer would undo it.
+    # In training only this hook uses the running mean. Without Tanh, BatchNorm would undo it.
     layers[0].register_forward_hook(lambda norm, _, output: output - norm.running_mean[:, None])
     return nn.Sequential(*layers, nn.BatchNorm1d(3), nn.Dropout(0.1))
 
