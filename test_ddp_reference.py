@@ -230,13 +230,15 @@ def compare_steps(args, device):
     for name, expected in nets[1].state_dict().items():
         what = f"{name} of rank {rank} of {world_size} ({args.shares=})"
         assert_close(nets[0].state_dict()[name], expected, what, 1e-12)
+    print("equal")
 
 
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         # By default each rank has a share. With 12 shares, two of them have no label.
         for options, world_size in product(("", "--shares 12"), range(1, 5)):
-            run_job(world_size, options, train=compare_steps)
+            printed = run_job(world_size, options, train=compare_steps)
+            assert all(text.endswith("equal\n") for text in printed), printed
 
 
 # ---- Lesson 3: evaluation (evaluate)
@@ -277,12 +279,14 @@ def compare_evaluation(args, device):
     assert sums[0] > 0 and sums.dtype == torch.float64
     means = (sums[1:] / sums[0]).tolist()
     assert_close(means, expected, f"Loss and accuracy of rank {rank} of {world_size}")
+    print("equal")
 
 
 class Lesson3Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process(self):
         for world_size, num_samples in product(range(1, 5), (25, 2)):
-            run_job(world_size, f"--num-samples {num_samples}", train=compare_evaluation)
+            printed = run_job(world_size, f"--num-samples {num_samples}", train=compare_evaluation)
+            assert all(text.endswith("equal\n") for text in printed), printed
 
 
 # ---- Lesson 4: shares (train_step, seed_generators)
@@ -944,20 +948,18 @@ def find_cause(differing, expected):
         return """by a line or decimal that one run lacks: does each rank
 print, does the batch grow with the ranks, or does the job resume from files of the run before?"""
     kinds = [kind(text) for text, _ in expected]
-    in_validation = [
-        re.search("(?i)(?<![a-z])(e?val|test|lr)(?!ue)[^#]*#$", text) for text in kinds
-    ]
+    no_training = "(?i)(?<![a-z])(e?val|test|lr)(?!ue)[^#]*#$"
+    in_validation = [re.search(no_training, text) for text in kinds]
     if all(in_validation[index] for index, *_ in differing) and not all(in_validation):
         return "only in validation: look at repeated or uncounted samples, and at means of means."
     where = "in its first lines: look at"
     begins = [index for index, text in enumerate(kinds) if text.count("#") == 1]  # of lines
-    if (
-        len(begins) > 2 and min(differing)[0] >= begins[2]
-    ):  # All training may follow the first line.
+    # The second line counts as one of the first, too, as all training may follow the first.
+    if len(begins) > 2 and min(differing)[0] >= begins[2]:
         where = """only after some lines: look at what begins
 there, at rounding (which float64 ends), or at what is small, such as dropout, in"""
     return f"""{where} the samples and
-their order, batch size, random numbers, BatchNorm, and what ranks average or add up."""
+their order, batch size, random numbers, BatchNorm, .module(), and what ranks average or add up."""
 
 
 def check(arguments, folder, run=run_for_check):
