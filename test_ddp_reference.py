@@ -1068,6 +1068,7 @@ class TheCheck(TestCase):
             (one.replace("=0.4", "=0.401"), [one], "only in validation"),
             (one + end, [one], "by a line or decimal"),
             (start + end, [one], "by a line or decimal"),
+            (one.replace("loss 4e-1", "bias 4e-1"), [one], "by a line or decimal"),
             (one, [start, one], "did not go on"),
             (one, [start, ""], "did not go on"),
             (one, [start, start + step], "did not go on"),
@@ -1077,6 +1078,8 @@ class TheCheck(TestCase):
             runs = mock.Mock(side_effect=(one, two, *later))
             with mock.patch("sys.stdout"):
                 self.assertIn(str(message), str(check(["job.py"], "", runs)), (two, later))
+        expected = read_numbers("lr 0.1 val_loss 0.5")  # Of training it tells nothing.
+        self.assertIn("in its first lines", find_cause([(1, "val 0.4", "val 0.5")], expected))
         for script, message in ("exit(1)", "failed"), ("import time; time.sleep(99)", "was ended"):
             Path("job.py").write_text(f"{script}  # '--nproc-per-node'")
             with self.assertRaisesRegex(SystemExit, message):
