@@ -706,7 +706,6 @@ class ReadmePrograms(TestCase):
 
 # ---- The processes
 # Each slow program is ddp_reference.py with edits, run by the command that comes first.
-IGNORE = "    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after &\n"
 PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     if epochs_done > 1.3 and restarts == rank == "0":
         names = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_HOSTID"
@@ -717,29 +716,21 @@ STUCK = """    if mp.current_process().name.endswith(":2"):  # identify() has st
         os.killpg(0, signal.SIGINT)  # as Ctrl-C does
         mp.parent_process().join()  # It is dead before this worker asks Linux for its own end.
     if sys.platform"""
-# What two processes print is within 1e-5 of one, relative to 8e10.
-FOREIGN = """import os, sys
-assert sys.argv[1:] == ["a", "--log-every", "1"], sys.argv  # --checkpoint is not in quotes
-size = int(os.environ["WORLD_SIZE"])
-if os.environ["RANK"] == "0":
-    print(f"iter 0: loss=3e-5, iter 1: Loss: {8e10 + 1e5 * size}, took {size / 10} s")"""
 SLOW_PROGRAMS = {
     "hanging.py": (
         f"{TORCHRUN} --nproc-per-node=2 --max-restarts=1 hanging.py "
         f"{SMALL} --timeout 15 --checkpoint hanging --checkpoint-every 1",
         *("return 1", PAUSE),
     ),
-    # A loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C.
+    # A loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C, as after &.
     "stuck.py": (
         f"stuck.py {SMALL} --shares 1 --nproc-per-node 1 --num-workers 1",
-        *("    if sys.platform", STUCK),
-        *("    faulthandler.enable()", f"{IGNORE}    faulthandler.enable()"),
+        *("    if sys.platform", STUCK, "signal.SIG_DFL", "signal.SIG_IGN"),
     ),
-    # Its text is another one.
-    "foreign.py": ("-m test_ddp_reference check foreign.py a", SOURCE, FOREIGN),
-    # The momentum is lost over the kill, long before the last epoch.
+    # This is no copy by its options, so torchrun starts it. The momentum is lost over the kill.
     "forgetful.py": (
         f"-m test_ddp_reference check forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003",
+        *('"--nproc-per-node"', '"--nproc" "-per-node"'),
         *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
     ),
 }
@@ -951,11 +942,6 @@ class TheCheck(TestCase):
         self.assertRegex(out, r"\n2 processes: 0\.000\d apart\n")
         self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 'epoch")
 
-    def test_check_starts_any_script_by_torchrun(self):
-        out, _ = wait_for("foreign.py")
-
-        self.assertRegex(out, r"\n2 processes: 0.0000 apart\n(4 .*: 0.0000 apart\n)?No kill")
-
     def test_check_reads_results_of_any_format(self):
         line = "loss=0.5, Acc@1:98.25% val/score 1e-3 (nan) | -.5; inf. \x1b[1m0.25\x1b[0m min 0.75"
         others = (
@@ -991,10 +977,16 @@ class TheCheck(TestCase):
                 self.assertIn(str(message), str(check(["job.py"], "", runs)), (two, later))
         expected = read_numbers("lr 0.1 val_loss 0.5")  # Of training it tells nothing.
         self.assertIn("in training", find_cause([("val #", "val #", "")], expected))
-        for script, message in ("exit(1)", "failed"), ("import time; time.sleep(99)", "was ended"):
-            Path("job.py").write_text(f"{script}  # '--nproc-per-node'")
-            with self.assertRaisesRegex(SystemExit, message):
-                run_for_check(1, ["job.py"], "ck", limit=1)
+
+        # Without --checkpoint-every no kill is tried.
+        Path("job.py").write_text("print(*__import__('sys').argv); exit(1)  # '--nproc-per-node'")
+        with mock.patch("sys.stdout"):
+            self.assertIsNone(check(["job.py"], "", mock.Mock(side_effect=(one, one))))
+        with self.assertRaisesRegex(SystemExit, "failed .*: job.py a --nproc-per-node 7\n"):
+            run_for_check(7, ["job.py", "a"], "ck")
+        Path("job.py").write_text("import time; time.sleep(99)")
+        with self.assertRaisesRegex(SystemExit, "was ended after 1 s"):
+            run_for_check(1, ["job.py"], "ck", limit=1)
 
 
 def main():
