@@ -85,15 +85,11 @@ def setUpModule():
 # Can this machine add? In training a wrong sum passes for noise, but sums of integers are exact, so
 # a single wrong one shows. There is a rank for each GPU, but at least two. Rank r makes the list r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
-# (run_job() starts ranks that call add_up_integers(), not train(). If a rank fails, so does it.)
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
 # Then rank r of two keeps i + r, not 2 * i + 1. On rank 0 all are wrong, on rank 1 all but one.
-#
-# Or put `if rank == 0: dist.all_reduce(0 * total)` above it. Which rank fails?
-# Then all but rank 0 fail: their calls pair with that of the zeros. Rank 0 waits until it is ended.
 def add_up_integers(args, device):
-    """On a rank: all-reduce integers, and compare each with the sum that it must be."""
+    """In place of train(): all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     integers = torch.arange(2**24, dtype=torch.int32, device=device)  # 64 MB
     expected = world_size * integers + sum(range(world_size))
@@ -106,7 +102,7 @@ def add_up_integers(args, device):
 
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
-        ranks = max(GPUS, 2)  # main() wants a global batch that they divide.
+        ranks = max(GPUS, 2)
         printed = run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers)
         print(*printed, sep="")
         assert all("are right" in text for text in printed)
@@ -375,8 +371,8 @@ def be_rank(rank, world_size, port, options, replacements):
 def run_job(world_size, options="", **replacements):
     """Run a job on so many ranks, by default with a share for each: return what each rank printed.
 
-    replacements: in place of functions of ddp_reference.py. They are pickled, so they must be at
-    the top level. Raises mp.ProcessRaisedException if a rank raises.
+    replacements: in place of functions of ddp_reference.py. They must be at the top level, because
+    they are pickled.
     """
     # The ranks are forked from a process that has done the slow imports.
     mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
@@ -412,7 +408,7 @@ BATCHES = "watched(zip(*train_loaders), args.timeout)"
 WRAP = "model = DistributedDataParallel(net)"
 EXTRA = "dist.get_rank() and net.register_buffer('extra', torch.ones(1))"
 # (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
-# this pattern, leave ck as it was, and make no file `new`.
+# this pattern, and leave ck as it was.
 NEW = "--checkpoint new"
 FAULTS = (
     ("--seed 9 --num-samples 60 --global-batch-size 24 --shares 6", "seed=0.*=12.*=12.*=48.*data="),
@@ -498,13 +494,13 @@ class OtherGuarantees(TestCase):
         watchdog is restarted at each step and at each batch of validation, and stopped at the end.
         """
         stopped = partial(print, "stopped")
-        (printed,) = run_job(
-            *(1, f"{SMALL} --shares 2 --clip-grad-norm 1"),
-            make_task=partial(make_task_with, net_with_state, Ragged(48, 40, seed=0), 25),
-            watched=profiled,
-            restart_watchdog=partial(print, "restarted"),
-            faulthandler=SimpleNamespace(enable=print, cancel_dump_traceback_later=stopped),
-        )
+        replacements = {
+            "make_task": partial(make_task_with, net_with_state, Ragged(48, 40, seed=0), 25),
+            "watched": profiled,
+            "restart_watchdog": partial(print, "restarted"),
+            "faulthandler": SimpleNamespace(enable=print, cancel_dump_traceback_later=stopped),
+        }
+        (printed,) = run_job(1, f"{SMALL} --shares 2 --clip-grad-norm 1", **replacements)
         last_epoch = printed.partition("\nepoch 0 | ")[2]  # of 4 steps, and 5 batches of validation
         # .item() is called for each of 48 + 25 samples read, and by the loader of validation.
         for text, expected in ("c10d::", 4 * 4), ("aten::item", 73 + 1), ("restarted", 4 + 5):
@@ -583,21 +579,16 @@ class OtherGuarantees(TestCase):
 
 
 # ---- The README: what it shows is run
-def diff_side(diff, sign):
-    """Return the old side of a diff, for "-", or the new one, for "+"."""
-    return "".join(re.findall(rf"(?m)^[ {sign}](.*\n)", diff))
-
-
 def readme_programs():
     """Return the programs of the README by name. Each is the new side of a diff."""
     texts = {"ddp_reference.py": SOURCE}
     diffs = re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README.read_text())
     for old_name, name, diff in diffs:
-        # The diff from one.py to many.py shows both as a whole. The others show hunks.
-        text = texts.setdefault(old_name, diff_side(diff, "-"))
         for hunk in filter(None, re.split(r"(?m)^@@.*\n", diff)):
-            text = edited(text, diff_side(hunk, "-"), diff_side(hunk, "+"))
-        texts[name] = text
+            old, new = ("".join(re.findall(rf"(?m)^[ {sign}](.*\n)", hunk)) for sign in "-+")
+            # Only the diff from one.py to many.py shows the old program, as a whole.
+            text = texts.get(name) or texts.setdefault(old_name, old)
+            texts[name] = edited(text, old, new)
     return texts
 
 
@@ -631,9 +622,8 @@ class ReadmePrograms(TestCase):
         assert len(rows) == 9, rows
         for (setting, *shown), rank in product(rows, range(2)):
             dataset = range(int(setting.split()[1]))
-            sampler = ddp.DistributedSampler(dataset, 2, rank)
-            if "no sampler" in setting:
-                sampler = None
+            no_sampler = "no sampler" in setting
+            sampler = None if no_sampler else ddp.DistributedSampler(dataset, 2, rank)
             loader = DataLoader(dataset, 4, sampler=sampler, drop_last="drop_last" in setting)
             epochs = []
             with mock.patch("warnings.warn") as warn:
@@ -644,8 +634,7 @@ class ReadmePrograms(TestCase):
                     epochs.append(" ".join(batches) or "-")
 
             self.assertEqual(", ".join(epochs), shown[rank], f"{setting}, {rank=}")
-            warns = "no sampler" not in setting and "set_epoch" not in setting
-            self.assertEqual(warn.called, warns, setting)
+            self.assertEqual(warn.called, not no_sampler and "set_epoch" not in setting, setting)
 
         sampler = ddp.DistributedSampler(range(1000), 2, rank=1)
         sizes = [len(batch) for batch in DataLoader(range(1000), 32, sampler=sampler)]
@@ -656,18 +645,17 @@ class ReadmePrograms(TestCase):
         sys.argv = ["ddp_reference.py"]
         args, _ = ddp.parse_args()
         self.assertEqual((args.nproc_per_node, args.shares % args.nproc_per_node), (GPUS or 2, 0))
-        ranks = max(number for number in (1, 2, 4, 8) if number <= (GPUS or 2))
+        ranks = max(n for n in (1, 2, 4, 8) if n <= (GPUS or 2))
 
         out, *_ = run_job(ranks, "--shares 8")
 
         job = f"world size {ranks}, global batch size 240 in 8 shares"
         self.assertIn(f"ddp on {'nccl' if GPUS else 'gloo'}, {job}, torch ", out)
-        results = []
+        numbers = []
         for text in out, README.read_text():
-            line = re.search(r"(?m)^epoch 5 \| loss .*", text)[0]
-            results.append([number for _, number, _ in read_numbers(line)])
-        tolerance = 0.001 if GPUS else 0.0001  # A GPU rounds otherwise.
-        assert_close(*results, "A number is not the README's.", tolerance)
+            last_line = re.search(r"(?m)^epoch 5 \| loss .*", text)[0]
+            numbers.append([number for _, number, _ in read_numbers(last_line)])
+        assert_close(*numbers, "A number is not the README's.", 0.001 if GPUS else 0.0001)
 
     def test_programs_print_the_same_on_one_process_and_on_two(self):
         one = printed_by("one.py", 1)
@@ -705,7 +693,7 @@ class ReadmePrograms(TestCase):
 
 
 # ---- The processes
-# Each slow program is ddp_reference.py with edits, run by the command that comes first.
+# Each slow program is ddp_reference.py with edits, started by the command that comes first.
 PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     if epochs_done > 1.3 and restarts == rank == "0":
         names = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_HOSTID"
@@ -804,8 +792,7 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
                 process.terminate()  # Its ranks end with it.
         if process.wait() and len(lines) < kill_after:
             what = f"was ended after {limit:.0f} s" if process.returncode == 124 else "failed"
-            last = "".join(lines[-1:])
-            sys.exit(f"check: the job {what} with {world_size} processes. Last line: {last}")
+            sys.exit(f"check: the job {what} with {world_size} processes. Last line: {lines[-1:]}")
     finally:
         process.terminate()
         process.communicate()  # until all its processes have ended
@@ -815,8 +802,8 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
 def read_numbers(printed, ignore="$^"):
     """Return (kind, number, text) of each decimal number that a job has printed.
 
-    The text is the line up to the number, "epoch 0 | loss 0.5", and the kind what it has in common
-    with others, "epoch  | loss #".
+    The text is the line up to the number ("epoch 0 | loss 0.5"), and the kind is that without
+    numbers ("epoch  | loss #").
     """
     numbers = []
     for line in printed.splitlines():
@@ -870,14 +857,13 @@ def check(arguments, folder, run=run_for_check):
 
     SCRIPT.py is a copy of ddp_reference.py, or any script that torchrun starts. It runs on one
     process, then on 2 and 4 (with several GPUs on up to all), or on the numbers that divide its
-    shares. All decimals that it prints are compared, but not those before a unit of time, size or
-    speed, nor what --ignore matches. A difference is relative to the largest number of its kind. A
-    job that has the option --checkpoint-every is also killed past its middle, and goes on with
+    shares. With the option --checkpoint-every it is also killed past its middle, and goes on with
     another number. A run that takes a minute more than 30 times as long as on one process is ended.
-    The status is 0 if nothing differs by more than --tolerance. It cannot see what hardly moves the
-    printed numbers (a tiny learning rate, beside a huge first loss), what a short run never does,
-    what is equally wrong on every number of processes, integers, or state that matters only after a
-    kill at another place.
+    All printed decimals are compared, but not those before a unit of time, size or speed, nor what
+    --ignore matches. A difference is relative to the largest number of its kind. The status is 0 if
+    none exceeds --tolerance. Unseen stays what hardly moves these numbers (a tiny learning rate,
+    beside a huge first loss), what a short run never does, what is equally wrong on any number of
+    processes, an integer, or state that matters only after a kill at another place.
     """
     usage = r"bash run.sh check [--tolerance 0.0005] [--ignore 'mfu \S+'] [SCRIPT.py] [its options]"
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
@@ -951,7 +937,7 @@ class TheCheck(TestCase):
         np.testing.assert_array_equal(numbers, [0.5, 98.25, 1e-3, np.nan, -0.5, np.inf, 0.25, 0.75])
 
     def test_check_tells_when_runs_begin_to_differ(self):
-        """The runs are texts here: of one process, of two, and again, or until and after a kill."""
+        """Here runs are texts: of one process, two, and one again, or until and after a kill."""
         options = "Namespace(lr=0.1)\nbatch 2 in 2 shares\n"
         start = f"{options}epoch 0 | 2/4 | loss 0.5000, 98.5%\n"
         step = "epoch 0 | 4/4 | loss 4e-1, nan%\n"
@@ -982,7 +968,7 @@ class TheCheck(TestCase):
         Path("job.py").write_text("print(*__import__('sys').argv); exit(1)  # '--nproc-per-node'")
         with mock.patch("sys.stdout"):
             self.assertIsNone(check(["job.py"], "", mock.Mock(side_effect=(one, one))))
-        with self.assertRaisesRegex(SystemExit, "failed .*: job.py a --nproc-per-node 7\n"):
+        with self.assertRaisesRegex(SystemExit, "failed .*'job.py a --nproc-per-node 7"):
             run_for_check(7, ["job.py", "a"], "ck")
         Path("job.py").write_text("import time; time.sleep(99)")
         with self.assertRaisesRegex(SystemExit, "was ended after 1 s"):
