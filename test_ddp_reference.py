@@ -847,9 +847,8 @@ print, does the batch grow with the ranks, or does the job resume from files of 
     training = {kind for kind, *_ in expected if not re.search(no_training, kind)}
     if training and training.isdisjoint(kind for kind, *_ in differing):
         return "only in validation: look at repeated or uncounted samples, and at means of means."
-    return """in training: look at the samples and their order, batch size,
-random numbers, BatchNorm, .module(), what ranks average or add up and, if it begins late, rounding
-(which float64 ends)."""
+    return """in training: look at samples, their order, batch size,
+random numbers, BatchNorm, .module(), averages, sums and, if late, at rounding (try float64)."""
 
 
 def check(arguments, folder, run=run_for_check):
