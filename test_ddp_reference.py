@@ -211,8 +211,7 @@ def plain_loop(args, device):
                 ddp.seed_generators(args.seed, epoch, samples_read, share)
                 x, y = default_collate(samples[share :: args.shares])
                 (F.cross_entropy(net(x), y, reduction="sum") / num_labels).backward()
-            if args.clip_grad_norm:
-                nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
+            nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm or np.inf)
             optimizer.step()
             net.zero_grad()
     torch.save({"net": net.state_dict()}, args.checkpoint)
