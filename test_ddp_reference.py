@@ -226,7 +226,7 @@ def plain_loop(args, device):
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. In the first step
 # two ranks have 110 and 160 labels. What weight does the loss of a label get?
-# Then DDP halves 1/110 and 1/160: 1/220 or 1/320, not 1/270. So 0.weight is up to 0.0038 off.
+# Then it is half of 1/110 or 1/160, not 1/270. After both steps 0.weight is up to 0.0038 off.
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         make_task = partial(make_task_with, plain_net, Ragged(12, 40, seed=0), 25)
