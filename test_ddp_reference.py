@@ -11,9 +11,7 @@ lesson what its title names in brackets.
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
 end of the first failure, and undo the change. Lessons 1, 2, 3 and 5 try one rank first, which
-passes. None of these faults makes `bash run.sh` fail.
-
-The tests need chapter 1 of ddp_reference.py as it is.
+passes. None of these faults makes `bash run.sh` fail. (All tests need chapter 1 as it is.)
 """
 
 import contextlib
@@ -60,6 +58,7 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
+    "KINETO_LOG_LEVEL": "9",  # or the profiler prints
     "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
