@@ -788,7 +788,8 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
         for line in process.stdout:
             lines.append(line.replace(path, ""))
             if len(lines) == kill_after:
-                print("check: this is a kill, so a traceback is no error", file=sys.stderr)
+                if launcher:
+                    print("check: this is a kill, so a traceback is no error", file=sys.stderr)
                 return ""  # Below it is ended, and its ranks with it.
         if process.wait():
             what = f"took over {limit:.0f} s" if process.returncode == 124 else "failed (see above)"
