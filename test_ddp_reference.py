@@ -238,7 +238,7 @@ class Lesson2Step(TestCase):
 
 # ---- Lesson 3: evaluation (evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples, even
-# if 4 ranks share 2 samples, and two have none. So each rank adds up its own losses and labels, and
+# if of 4 ranks only rank 0 has samples. So each rank adds up its own losses and labels, and
 # one all-reduce after the loop adds up all ranks' sums. A collective in the loop may fail or hang:
 # of 25 samples in batches of 6, rank 0 of 2 has three batches, rank 1 two.
 #
@@ -320,8 +320,8 @@ class Lesson4Shares(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. Which job of the test
-# fails? Then the killed one does, because it loses the optimizer's momentum.
+# To break it, let train() call `resume(path, identity, {"net": net})`. Which job fails?
+# Then the killed one does, because it loses the optimizer's momentum.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -368,8 +368,8 @@ def be_rank(rank, world_size, port, options, replacements):
 def run_job(world_size, options="", **replacements):
     """Run a job on so many ranks, by default with a share for each: return what each rank printed.
 
-    replacements: in place of functions of ddp_reference.py. They must be at the top level, because
-    they are pickled.
+    replacements: in place of names in ddp_reference.py. They are pickled, so functions must be at
+    the top level.
     """
     # The ranks are forked from a process that has done the slow imports.
     mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
@@ -579,7 +579,7 @@ class OtherGuarantees(TestCase):
 
 # ---- The README: what it shows is run
 def readme_programs():
-    """Return the programs of the README by name. Each is the new side of a diff."""
+    """Return ddp_reference.py and the README's programs, the sides of its diffs, by name."""
     texts = {"ddp_reference.py": SOURCE}
     diffs = re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README.read_text())
     for old_name, name, diff in diffs:
@@ -840,7 +840,7 @@ def compare(name, numbers, expected, tolerance):
 
 
 def find_cause(differing, expected):
-    """Say of the causes those that these differences from one process allow."""
+    """Return what to look at, given the differences from one process."""
     if any(kind != expected_kind for kind, expected_kind, _ in differing):
         return "by a line or decimal that one run lacks: does each rank print, or the batch grow?"
     no_training = "(?i)(?<![a-z])((e?val|test)(?!ue)(?!.*train)|lr[^#]*#$)"
@@ -856,7 +856,7 @@ def check(arguments, folder, run=run_for_check):
 
     SCRIPT.py is a copy of ddp_reference.py, or any script that torchrun starts. It runs on one
     process, then on 2 and 4 (with several GPUs on up to all), or on the numbers that divide its
-    shares. With the option --checkpoint-every it is also killed past its middle, and goes on with
+    shares. If it has --checkpoint-every, it is also killed past its middle, and goes on with
     another number. A run that takes a minute more than 30 times as long as on one process is ended.
     All printed decimals are compared, but not those before a unit of time, size or speed, nor what
     --ignore matches. A difference is relative to the largest number of its kind. The status is 0 if
