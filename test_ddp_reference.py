@@ -29,7 +29,7 @@ import tarfile
 import tempfile
 import time
 import unittest
-from argparse import ArgumentParser
+from argparse import REMAINDER, ArgumentParser
 from collections import Counter
 from functools import cache, partial
 from itertools import product, zip_longest
@@ -62,7 +62,7 @@ os.environ |= {
     "PYTHONWARNINGS": "ignore:ranks share GPUs",  # Here they may.
 }
 GPUS = torch.cuda.device_count()
-KILLED = mp.ProcessExitedException, mp.ProcessRaisedException  # Another rank may raise first.
+FAILED = mp.ProcessExitedException, mp.ProcessRaisedException  # Another rank may raise first.
 
 
 def setUpModule():
@@ -85,7 +85,7 @@ def setUpModule():
 # With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
-# Then rank r has i + r, not 2 * i + 1. You see rank 0 (all are wrong) or rank 1 (all but one are).
+# Then rank r of 2 has i + r, not 2 * i + 1. You see rank 0 (all are wrong) or rank 1 (all but one).
 def add_up_integers(args, device):
     """In place of train(): all-reduce integers, and compare each with the sum that it must be."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -107,8 +107,8 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# A sampler is told its rank (by a job, a share instead), so here one process plays all ranks. On 1
-# to 4 ranks a step must have the 12 samples that PyTorch's sampler gives one rank.
+# A sampler is told its rank, so here one process plays all ranks. On 1 to 4 ranks a step must have
+# the 12 samples that PyTorch's sampler gives one rank.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read those of rank 0: half of the samples, each twice.
@@ -182,7 +182,7 @@ def saved_net(ranks, options, **replacements):
     """Run a job, with functions replaced, and return the state of the net that it saves."""
     run_job(ranks, f"{OPTIONS} --checkpoint saved {options}", **replacements)
     net = torch.load("saved", map_location="cpu")["net"]
-    os.remove("saved")  # so that the next job begins anew
+    os.remove("saved")  # The next job begins anew. After a kill the file stays.
     return net
 
 
@@ -340,7 +340,7 @@ class Lesson5NumberOfRanks(TestCase):
             options = f"--clip-grad-norm 0.3 --checkpoint-every 1 {option}"
             expected = run(1, options, train=plain_loop)
             for ranks_before, epochs_done in kills:
-                with self.assertRaises(KILLED):
+                with self.assertRaises(FAILED):
                     run(ranks_before, options, lr_factor=partial(stop_at, epochs_done))
             assert_close(run(ranks, options), expected, f"{ranks=}, {kills=}, {options}")
 
@@ -348,8 +348,8 @@ class Lesson5NumberOfRanks(TestCase):
 # ---- The other guarantees: what is refused, printed and saved
 # If a new option changes a step, it goes into Lesson 5's options and plain_loop(). If it also
 # changes printed numbers, it goes into loss_and_accuracy() and the test of these numbers.
-# Otherwise, and if make_task() reads it, it gets a test of its own. Forget it in one call after the
-# other: a test must fail.
+# Otherwise, and if make_task() reads it, it gets a test of its own. Then leave it out of one call
+# after the other: each time a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -406,7 +406,7 @@ WRAP = "model = DistributedDataParallel(net)"
 EXTRA = "dist.get_rank() and net.register_buffer('extra', torch.ones(1))"
 NEW = "--checkpoint new"
 # (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
-# this pattern, and leave ck as it was.
+# this pattern, leave ck as it was, and not make new.
 FAULTS = (
     ("--seed 9 --num-samples 60 --global-batch-size 24 --shares 6", "seed=0.*=12.*=12.*=48.*data="),
     ("--num-samples 6", "larger than the training set"),
@@ -482,7 +482,7 @@ class OtherGuarantees(TestCase):
         torch.save(os.system, "code")  # To load this is to import code.
 
         for options, pattern, *edits in FAULTS:
-            with self.assertRaisesRegex(KILLED, pattern, msg=pattern):
+            with self.assertRaisesRegex(FAILED, pattern, msg=pattern):
                 run_edited(2, f"{SMALL} --epochs 3 --checkpoint ck {options}", *edits)
             assert Path("ck").read_bytes() == intact and not os.path.exists("new"), pattern
 
@@ -513,10 +513,9 @@ class OtherGuarantees(TestCase):
         self.assertEqual(len(drawn), 3 * 27)
 
     def test_unusual_jobs_are_not_refused(self):
-        """Their items are joined by the user's function, and no batch has a label. Copies differ by
-        rounding, a mask is infinite, a text is state of the net, and a buffer that is not saved
-        grows on one rank only. With --amp logits are bfloat16, but losses are summed in float32.
-        Another job writes the same checkpoint while this job does.
+        """Items are joined by the user's function, no batch has a label, copies differ by rounding,
+        a mask is infinite, a text is state of the net, an unsaved buffer grows on one rank, losses
+        of bfloat16 are summed in float32, and another job writes the same checkpoint.
         """
         collate = "lambda items: [torch.stack(x) for x in list(zip(*items))[2:]]"
         step = """output = model(*inputs)
@@ -560,7 +559,7 @@ class OtherGuarantees(TestCase):
         run_three = partial(run_job, 3, make_task=make_task, time=clock)
         # The first run saves --lr 1, which must not come back, and ends before its first step.
         for more, stop_after in (("--lr 1", 0), ("", 0.7)):
-            with self.assertRaises(KILLED):
+            with self.assertRaises(FAILED):
                 run_three(f"{options} {more}", lr_factor=partial(stop_at, stop_after))
             assert os.path.exists("target")
 
@@ -661,8 +660,7 @@ class ReadmePrograms(TestCase):
         for name in ("many.py", "dp.py"):
             self.assertEqual(printed_by(name, 2), one, name)
         options = "--epochs 3 --lr 0.1 --shares 4"
-        one, two = (read_numbers(printed_by("my_job.py", ranks, options)) for ranks in (1, 2))
-        self.assertEqual(one, two)
+        self.assertEqual(*(read_numbers(printed_by("my_job.py", n, options)) for n in (1, 2)))
 
     def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
         for row, world_sizes, *edit in ROWS:
@@ -733,22 +731,21 @@ def start(name):
     return Popen(command, text=True, stdout=PIPE, stderr=PIPE, **options)
 
 
-def wait_for(name, status=0):
-    """Return (stdout, stderr) of a slow program when all its processes have ended."""
+def wait_for(name):
+    """Return (status, stdout, stderr) of a slow program when all its processes have ended."""
     out, err = start(name).communicate(timeout=300)
-    assert start(name).returncode == status, f"status {start(name).returncode}: {out}{err}"
-    return out, err
+    return start(name).returncode, out, err
 
 
 class TheProcesses(TestCase):
     def test_no_process_is_left_when_the_launcher_alone_ends(self):
-        wait_for("stuck.py", 130)
+        self.assertEqual(wait_for("stuck.py")[0], 130)  # They have ended when this returns.
 
     def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
-        out, err = wait_for("hanging.py")
+        status, out, err = wait_for("hanging.py")
 
-        times = re.findall(r"Timeout \((.*)\)!", err)
-        self.assertEqual(times, ["0:00:16.500000", "0:00:18"], err)  # Rank 0 waits longer.
+        times = re.findall(r"Timeout \((.*)\)!", err)  # Rank 0 waits longer.
+        self.assertEqual((status, times), (0, ["0:00:16.500000", "0:00:18"]), err)
         self.assertRegex(err, " in lr_factor\n")
         self.assertRegex(err, " in (train_step|named_means|check_copies)\n")  # NCCL waits later.
         self.assertIn(f"network lo lo {0 if GPUS < 2 else None} workers by spawn\n", out)
@@ -756,7 +753,7 @@ class TheProcesses(TestCase):
 
 
 # ---- bash run.sh check
-# Which numbers are results, and which are not: those of colours and clocks, or with a unit.
+# Which numbers are results, and which are not: those of colours, clocks and speeds, or with a unit.
 NUMBER = r"(?i)(?<![\w.])[-+]?(?:(?:\d*\.\d+|\d+\.?(?=e))(?:e[-+]?\d+)?|inf|nan)(?!\w|\.\d)"
 UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?)(?:/\w+)?(?![\w/])"
 CLOCK = r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])"
@@ -780,7 +777,7 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
     command = ["timeout", "--foreground", f"{limit}", sys.executable, *launcher, *job]
     # A later option counts, so the job's --checkpoint stays untouched.
     ours = {"--nproc-per-node": f"{world_size}", "--log-every": "1", "--checkpoint": path}
-    for option in filter(options.count, ours):
+    for option in [option for option in ours if option in options]:
         command += [option, ours[option]]
     end_with_check = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # as end_with_parent()
     process = Popen(command, text=True, stdout=PIPE, env=variables, preexec_fn=end_with_check)
@@ -868,7 +865,9 @@ def check(arguments, folder, run=run_for_check):
     parser = ArgumentParser(usage=usage, description=check.__doc__, allow_abbrev=False)
     parser.add_argument("--tolerance", type=float, default=0.0005)
     parser.add_argument("--ignore", default="$^", metavar="REGEX")
-    args, job = parser.parse_known_args(arguments)
+    parser.add_argument("job", nargs=REMAINDER)  # From the script on, options are the job's.
+    args, options = parser.parse_known_args(arguments)  # Without a script, they may come first.
+    job = options + args.job
     if not job or not job[0].endswith(".py"):
         job = [f"{HERE}/ddp_reference.py", *job]
     try:
@@ -921,8 +920,9 @@ def check(arguments, folder, run=run_for_check):
 
 class TheCheck(TestCase):
     def test_check_finds_what_only_a_kill_shows(self):
-        out, err = wait_for("forgetful.py", status=1)
+        status, out, err = wait_for("forgetful.py")
 
+        self.assertEqual(status, 1, err)
         self.assertIn("the checkpoint lacks some state", err)
         self.assertRegex(out, r"\n2 processes: 0\.000\d apart\n")
         self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 'epoch")
@@ -936,25 +936,25 @@ class TheCheck(TestCase):
     def test_check_tells_when_runs_begin_to_differ(self):
         """Here runs are texts: of one process, two, and one again, or until and after a kill."""
         options = "Namespace(lr=0.1)\nbatch 2 in 2 shares\n"
-        start = f"{options}epoch 0 | 2/4 | loss 0.5000, nan%\n"
+        begin = f"{options}epoch 0 | 2/4 | loss 0.5000, nan%\n"
         step = "epoch 0 | 4/4 | loss 4e-1, inf%\n"
         end = "epoch 0 | val_loss=0.4 acc 0.5 took 9.0\nepoch 1 | 2/4 | loss 0.3000, 1.00%\n"
-        one = start + step + end
+        one = begin + step + end
         resumed = options + step + end.replace("9.0", "7.0")
         Path("job.py").write_text("exit(1)  # '--checkpoint-every'")
-        job = ["job.py", "--ignore", "took .*"]
+        job = ["--ignore", "took .*", "job.py", "--tolerance", "1"]  # This tolerance is the job's.
         for two, later, message in (
             (one.replace("0.5000", "0.5003"), [one], "in training"),
             (one.replace("0.5000", "0.5003"), [one.replace("0.3000", "0.7")], "from itself"),
-            (one.replace("0.3000", "0.3002"), [start, resumed], None),  # just within
+            (one.replace("0.3000", "0.3002"), [begin, resumed], None),  # just within
             (one.replace("0.3000", "nan"), [one], "in training"),
             (one.replace("1.00%", "1.01%"), [one], "in training"),
             (one.replace("acc 0.5", "acc 0.6"), [one], "only in validation"),
             (one + end, [one], "by a line or decimal"),
             (one.replace("loss 4e-1", "bias 4e-1"), [one], "by a line or decimal"),
-            (one, [start, one], "did not go on"),
-            (one, [start, ""], "did not go on"),
-            (one, [start, resumed.replace("0.3000", "0.3003")], "the checkpoint lacks"),
+            (one, [begin, one], "did not go on"),
+            (one, [begin, ""], "did not go on"),
+            (one, [begin, resumed.replace("0.3000", "0.3003")], "the checkpoint lacks"),
         ):
             runs = mock.Mock(side_effect=(one, two, *later))
             with mock.patch("sys.stdout"):
