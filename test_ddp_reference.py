@@ -10,8 +10,8 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
-end of the first failure, and undo the change. Lessons 1, 2, 3 and 5 try one rank first, which
-passes. None of these faults makes `bash run.sh` fail. (All tests need chapter 1 as it is.)
+end of the first failure, and undo the change. Lessons 1, 2 and 3 try one rank first, which passes.
+None of these faults makes `bash run.sh` fail. (All tests need chapter 1 as it is.)
 """
 
 import contextlib
@@ -31,6 +31,7 @@ import time
 import unittest
 from argparse import REMAINDER, ArgumentParser
 from collections import Counter
+from copy import deepcopy
 from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -74,7 +75,7 @@ def setUpModule():
     os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
     logging.disable()  # PyTorch would log each rank that it ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Otherwise & turns Ctrl-C off.
-    if not any(x.startswith("-k") for x in sys.argv):  # With -k, a test starts what it needs.
+    if "-k" not in sys.argv:  # With -k, a test starts what it needs.
         for name in SLOW_PROGRAMS:
             start(name)
 
@@ -85,30 +86,30 @@ def setUpModule():
 # With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
 # To break it, leave out `dist.all_reduce(total)` below, in this file. How many sums are wrong?
-# Then rank r of 2 has i + r, not 2 * i + 1. You see rank 0 (all are wrong) or rank 1 (all but one).
+# Then rank r of 2 has i + r, not 2 * i + 1: all are wrong on rank 0, and all but one on rank 1.
 def add_up_integers(args, device):
-    """In place of train(): all-reduce integers, and compare each with the sum that it must be."""
+    """In place of train(): all-reduce integers, and count the sums that are wrong."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     integers = torch.arange(2**24, dtype=torch.int32, device=device)  # 64 MB
     expected = world_size * integers + sum(range(world_size))
     total = integers + rank
     dist.all_reduce(total)
     wrong = (total != expected).sum().item()
-    assert not wrong, f"{wrong} of {len(total)} sums are wrong on rank {rank} of {world_size}"
-    print(f"rank {rank} of {world_size} on {device}: all sums are right")
+    print(f"rank {rank} of {world_size} on {device}: {wrong} of {len(total)} sums are wrong")
 
 
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
         ranks = max(GPUS, 2)
-        printed = run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers)
-        print(*printed, sep="")
-        assert all("are right" in text for text in printed)
+        printed = "".join(run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers))
+        self.assertEqual(printed.count(": 0 of"), ranks, printed)
+        print(printed)
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# A sampler is told its rank, so here one process plays all ranks. On 1 to 4 ranks a step must have
-# the 12 samples that PyTorch's sampler gives one rank.
+# The samples are dealt to the ranks like cards, one to each in turn, in the order that PyTorch's
+# sampler gives one rank. So a step, which takes the next 12, has the same samples on 1 to 4 ranks.
+# A sampler is told its rank, so here one process plays all ranks.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read those of rank 0: half of the samples, each twice.
@@ -118,19 +119,14 @@ class Lesson1Sampler(TestCase):
         torch_sampler = TorchSampler(dataset, num_replicas=1, rank=0)
         torch_sampler.set_epoch(3)
         order = list(torch_sampler)
-        for world_size, steps_done in product(range(1, 5), (0, 1)):
-            # An epoch has two steps. After a stop only the second one is left.
-            expected = [sorted(order[:12]), sorted(order[12:])][steps_done:]
-            loaders = []
-            for rank in range(world_size):
-                sampler = ddp.DistributedSampler(dataset, world_size, rank)
-                sampler.set_epoch(3, samples_read=12 * steps_done)
-                loaders.append(DataLoader(dataset, 12 // world_size, sampler=sampler))
-
-            # zip() takes a batch of each rank. Together they are a step, in any order.
-            read = [sorted(torch.cat(batches).tolist()) for batches in zip(*loaders)]
-            assert read == expected, f"{world_size=}, {steps_done=}: {read}, not {expected}"
-            assert len(loaders[0]) == len(read)  # A loader must know how many steps are left.
+        for ranks, samples_read in product(range(1, 5), (0, 12)):  # 12: stopped after one step
+            samplers = [ddp.DistributedSampler(dataset, ranks, rank) for rank in range(ranks)]
+            for sampler in samplers:
+                sampler.set_epoch(3, samples_read)
+            dealt = [sample for samples in zip(*samplers) for sample in samples]
+            expected = order[samples_read:]
+            assert dealt == expected, f"{ranks=}, {samples_read=}: {dealt}, not {expected}"
+            assert len(samplers[0]) * ranks == len(dealt)  # A loader must know how much is left.
 
 
 # ---- Used in Lessons 2 to 5: a comparison, data, nets, a job, and its loop in plain PyTorch
@@ -204,9 +200,9 @@ def plain_loop(args, device):
                 ddp.seed_generators(args.seed, epoch, index)
                 samples.append([tensor.to(device) for tensor in train_set[index]])
             num_labels = sum((y != -100).sum() for _, y in samples)
-            buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+            state = deepcopy(net.state_dict())
             for share in reversed(range(args.shares)):  # Share 0 is last, so its buffers remain.
-                net.load_state_dict(buffers, strict=False)
+                net.load_state_dict(state)
                 ddp.seed_generators(args.seed, epoch, samples_read, share)
                 x, y = default_collate(samples[share :: args.shares])
                 (F.cross_entropy(net(x), y, reduction="sum") / num_labels).backward()
@@ -283,29 +279,22 @@ class Lesson3Evaluation(TestCase):
 #
 # To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail?
 # Then they pass, as their index is 0, but 2 fail: both shares of a rank drop the same logits.
-def stock_ddp(args, device):
-    """In place of train(): do what PyTorch's tutorials do, with the random numbers of shares."""
-    ddp.seed_generators(args.seed)
-    train_set, _, net, optimizer = ddp.make_task(args, device)
-    model = ddp.DistributedDataParallel(net)
-    sampler = TorchSampler(train_set, seed=args.seed)
-    loader = DataLoader(train_set, args.global_batch_size // dist.get_world_size(), sampler=sampler)
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)
-        for step, (x, y) in enumerate(loader):
-            ddp.seed_generators(args.seed, epoch, step * args.global_batch_size, dist.get_rank())
-            F.cross_entropy(model(x.to(device)), y.to(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        torch.save({"net": net.state_dict()}, args.checkpoint)
+def stock_step(model, optimizer, shares, seed, *_):
+    """In place of train_step(): take a step as PyTorch's tutorials do, with a share's seed."""
+    model.broadcast_buffers = True  # as DDP does by default
+    ddp.seed_generators(*seed, dist.get_rank())
+    x, y = (tensor.to(model.device) for tensor in shares[0])
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return 0  # instead of sums to print
 
 
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_are_stock_ddp_on_four(self):
         train_set = ddp.SyntheticDataset(48, 40, seed=0)
         make_task = partial(make_task_with, net_with_state, train_set, 25)
-        expected = saved_net(4, "--shares 4", train=stock_ddp, make_task=make_task)
+        expected = saved_net(4, "--shares 4", train_step=stock_step, make_task=make_task)
         for ranks, tolerance in (4, 0), (2, 2e-5), (1, 2e-5):
             net = saved_net(ranks, "--shares 4", make_task=make_task)
             assert_close(net, expected, f"on {ranks} ranks", tolerance)
@@ -320,8 +309,8 @@ class Lesson4Shares(TestCase):
 # - the learning rate follows from the epoch and the count of samples read, not from a run's steps,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. Which job fails?
-# Then the killed one does, because it loses the optimizer's momentum.
+# To break it, let train() call `resume(path, identity, {"net": net})`. What is lost at a kill?
+# Then the optimizer loses its momentum, and after both kills 0.bias is up to 0.023 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -334,15 +323,13 @@ class Lesson5NumberOfRanks(TestCase):
         train_set = Ragged(47, 40, seed=0)  # 3 steps an epoch, and 11 samples left out
         make_task = partial(make_task_with, net_with_state, train_set, 25)
         run = partial(saved_net, make_task=make_task, lr_factor=partial(stop_at, np.inf))
-        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 6.
-        jobs = ("--num-workers 1", [], 1), ("--shares 12", [(4, 0.5), (3, 1.2)], 2)
-        for option, kills, ranks in jobs:
-            options = f"--clip-grad-norm 0.3 --checkpoint-every 1 {option}"
-            expected = run(1, options, train=plain_loop)
-            for ranks_before, epochs_done in kills:
-                with self.assertRaises(FAILED):
-                    run(ranks_before, options, lr_factor=partial(stop_at, epochs_done))
-            assert_close(run(ranks, options), expected, f"{ranks=}, {kills=}, {options}")
+        options = "--epochs 3 --shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
+        expected = run(1, options, train=plain_loop)
+        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 9.
+        for ranks, epochs_done in (3, 0.5), (2, 1.2):
+            with self.assertRaises(FAILED):
+                run(ranks, options, lr_factor=partial(stop_at, epochs_done))
+        assert_close(run(1, f"{options} --num-workers 1"), expected, "after two kills")
 
 
 # ---- The other guarantees: what is refused, printed and saved
@@ -884,9 +871,8 @@ def check(arguments, folder, run=run_for_check):
     if not any(np.isfinite(number) for _, number, _ in expected):
         return f"check: {job[0]} prints no decimal numbers on stdout (logging uses stderr)"
     most = GPUS if GPUS > 1 else 4  # Ranks of ddp_reference.py can share one GPU.
-    counts = [n for n in (2, 4, 8, 16) if n <= most]
-    if shares := re.search(r" in (\d+) shares", one):
-        counts = [n for n in range(2, most + 1) if int(shares[1]) % n == 0]
+    shares = re.search(r" in (\d+) shares", one)
+    counts = [n for n in range(2, most + 1) if (int(shares[1]) if shares else 16) % n == 0]
     if not counts:
         return f"check: no number from 2 to {most} divides the shares: set --shares"
 
@@ -954,7 +940,6 @@ class TheCheck(TestCase):
             (one.replace("loss 4e-1", "bias 4e-1"), [one], "by a line or decimal"),
             (one, [begin, one], "did not go on"),
             (one, [begin, ""], "did not go on"),
-            (one, [begin, resumed.replace("0.3000", "0.3003")], "the checkpoint lacks"),
         ):
             runs = mock.Mock(side_effect=(one, two, *later))
             with mock.patch("sys.stdout"):
