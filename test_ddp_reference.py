@@ -333,10 +333,10 @@ class Lesson5NumberOfRanks(TestCase):
 
 
 # ---- The other guarantees: what is refused, printed and saved
-# If a new option changes a step, it goes into Lesson 5's options and plain_loop(). If it also
-# changes printed numbers, it goes into loss_and_accuracy() and the test of these numbers.
-# Otherwise, and if make_task() reads it, it gets a test of its own. Then leave it out of one call
-# after the other: each time a test must fail.
+# A new option that changes a step goes into Lesson 5's options and plain_loop(), and one that
+# changes printed numbers into loss_and_accuracy() and the test of these numbers. Any other, and one
+# that make_task() reads, gets a test of its own. Then leave it out of one call after the other:
+# each time a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # The forkserver has set it, but torchrun would not.
@@ -388,33 +388,59 @@ SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12 --shares
 
 ADAM = "Adam(net.parameters()"
 NET = "net = ConvNet().to(device)"
-BATCHES = "watched(zip(*train_loaders), args.timeout)"
 WRAP = "model = DistributedDataParallel(net)"
-EXTRA = "dist.get_rank() and net.register_buffer('extra', torch.ones(1))"
 NEW = "--checkpoint new"
 # (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
 # this pattern, leave ck as it was, and not make new.
 FAULTS = (
-    ("--seed 9 --num-samples 60 --global-batch-size 24 --shares 6", "seed=0.*=12.*=12.*=48.*data="),
+    (
+        "--seed 9 --num-samples 60 --global-batch-size 24 --shares 6",
+        "seed=0.*=12.*=12.*=48.*data=.*SUMS=.*accuracy.*optimizer Adam, parameters=",
+        *('"accuracy")', '"top1")', ADAM, "SGD(reversed([*net.parameters()])"),
+    ),
     ("--num-samples 6", "larger than the training set"),
     ("--lr inf", "holds a nan, so nothing was written to .*ck"),
     ("--checkpoint code", "Weights only load failed"),
     ("--checkpoint flipped", "cannot resume from .*flipped: .*a checksum is wrong"),
-    ("", "with optimizer Adam, parameters=", ADAM, "SGD(reversed([*net.parameters()])"),
     ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
-    ("", "of a job with SUMS=.*accuracy", '"accuracy")', '"top1")'),
     ("", "an item differs", "dataset[index]", "dataset[index][0].mul_(2),"),
     (NEW, r"to .*new: (.|\n)*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
     ("", r"or lack .*\(0, 0\).*\(2, 0\)", "= resume(path", "= resume(path + 'x' * rank"),
-    (NEW, "data.*'data=.*'data=", "length, args.seed)", "length, dist.get_rank())"),
     (NEW, "data.*'data=.*'data=", "dataset[index]", "dataset[index][0], dist.get_rank()"),
-    (NEW, "or net.*'extra'", NET, f"{NET}; {EXTRA}"),
+    (NEW, "or net.*num_batches_tracked", "*layers[:-1]", "*layers[: -1 - dist.get_rank()]"),
     ("", "ranks' 0.weight differ", WRAP, f"{WRAP}; net[0].weight.data += rank"),
     ("", r"needs DistributedDataParallel\(net\)", WRAP, "model = net"),
-    ("", "shares must be batches", BATCHES, "[[[0]]]"),
-    ("", "shares must be batches", BATCHES, "[(torch.ones(2), torch.ones(2))]"),
+    ("", "shares must be batches", "zip(*train_loaders)", "[[[0]]]"),
+    ("", "shares must be batches", "zip(*train_loaders)", "[(torch.ones(2), torch.ones(2))]"),
     ("", r"No space left(.|\n)*nothing was written to .*ck", "open(temporary", "open('/dev/full'"),
     ("", "with signal SIGINT", "    return 1", "    signal.raise_signal(signal.SIGINT)"),
+)
+
+JOIN = '"collate_fn": lambda items: [torch.stack(x) for x in list(zip(*items))[2:]], "pin_memory"'
+MASK = "net.register_buffer('mask', torch.full((3, 2), -torch.inf, device=device)[:, 0])"
+TEXT = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
+CACHE = "net.register_buffer('cache', torch.ones(2 - rank), persistent=False)"
+# (checkpoint, old, new and so on): with these edits two ranks must train with --amp, and save.
+UNUSUAL = (
+    (
+        "items-with-a-text-joined-by-the-user",
+        *("return self.dataset[index]", "return 'text', None, *self.dataset[index]"),
+        *('"pin_memory"', JOIN),
+    ),
+    (
+        "bfloat16-summed-in-float32",
+        *("output =", "assert output.dtype == torch.bfloat16; output ="),
+        *("loss = F", "assert output.dtype == torch.float32; loss = F"),
+    ),
+    ("no-labels", "(y != -100).sum()", "0 * y.sum()", "loss.double()", "0 * loss.double()"),
+    ("copies-that-differ-by-rounding", WRAP, f"{WRAP}; net[0].weight.data *= 1 + 1e-5 * rank"),
+    ("infinite-mask", NET, f"{NET}; {MASK}"),
+    ("text-as-state", NET, f"{NET}; {TEXT}"),
+    ("unsaved-buffer-that-differs-in-size", WRAP, f"{WRAP}; {CACHE}"),
+    (
+        "another-job-saves-meanwhile",
+        *("os.fsync(file)", "progress and save_checkpoint(path, identity, parts, None)"),
+    ),
 )
 
 
@@ -445,8 +471,9 @@ class OtherGuarantees(TestCase):
     def test_what_cannot_work_is_refused_in_one_line(self):
         for options, variables, pattern in (
             ("--nproc-per-node 7", {}, "try --shares 7 --global-batch-size 245"),
-            ("--shares 9 --nproc-per-node 3", {}, "try --shares 3 --global-batch-size 240"),
-            ("--checkpoint-every 1 --nproc-per-node 1", {}, "every needs --checkpoint"),
+            # All numbers of processes up to 8 divide 1680.
+            ("--shares 1680", {}, f"try --shares {GPUS or 2} --global-batch-size"),
+            ("--checkpoint-every 1 --global-batch-size 1680", {}, "every needs --checkpoint"),
             ("--epochs 0", {}, "invalid positive_int value"),
             ("", {"RANK": "0"}, "start torchrun"),
             ("", {"LOCAL_RANK": "0"}, "start torchrun"),
@@ -461,7 +488,7 @@ class OtherGuarantees(TestCase):
             self.assertRegex(err.getvalue(), f"^.*: error: .*{pattern}.*\n$")
 
     def test_a_fault_ends_the_job_and_leaves_the_checkpoint(self):
-        run_edited(2, f"{SMALL} --checkpoint ck")
+        run_job(2, f"{SMALL} --checkpoint ck")
         intact = Path("ck").read_bytes()
         flipped = bytearray(intact)
         flipped[len(flipped) // 2] ^= 1  # The middle lies in a tensor.
@@ -474,21 +501,22 @@ class OtherGuarantees(TestCase):
             assert Path("ck").read_bytes() == intact and not os.path.exists("new"), pattern
 
     def test_a_step_calls_four_collectives_and_never_item(self):
-        """They are of the count of labels, the buffers, the gradients and the sums. Also, the
-        watchdog is restarted at each step and at each batch of validation, and stopped at the end.
+        """They are of the count of labels, the buffers, the gradients and the sums. The watchdog is
+        restarted at each batch, and stopped at the end.
         """
         stopped = partial(print, "stopped")
-        replacements = {
-            "make_task": partial(make_task_with, net_with_state, Ragged(48, 40, seed=0), 25),
-            "watched": profiled,
-            "restart_watchdog": partial(print, "restarted"),
-            "faulthandler": SimpleNamespace(enable=print, cancel_dump_traceback_later=stopped),
-        }
-        (printed,) = run_job(1, f"{SMALL} --shares 2 --clip-grad-norm 1", **replacements)
+        (printed,) = run_job(
+            1,
+            f"{SMALL} --shares 2 --clip-grad-norm 1",
+            make_task=partial(make_task_with, net_with_state, Ragged(48, 40, seed=0), 25),
+            watched=profiled,
+            restart_watchdog=partial(print, "restarted"),
+            faulthandler=SimpleNamespace(enable=print, cancel_dump_traceback_later=stopped),
+        )
         last_epoch = printed.partition("\nepoch 0 | ")[2]  # of 4 steps, and 5 batches of validation
+        self.assertEqual(last_epoch.count("c10d::"), 4 * 4)
         # .item() is called for each of 48 + 25 samples read, and by the loader of validation.
-        for text, expected in ("c10d::", 4 * 4), ("aten::item", 73 + 1):
-            self.assertEqual(last_epoch.count(text), expected, text)
+        self.assertEqual(last_epoch.count("aten::item"), 73 + 1)
         self.assertEqual(printed.count("restarted"), 1 + 2 * (4 + 5))  # 1 before any batch
         assert printed.endswith("\nstopped\n")
 
@@ -500,38 +528,9 @@ class OtherGuarantees(TestCase):
         self.assertEqual(len(drawn), 3 * 27)
 
     def test_unusual_jobs_are_not_refused(self):
-        """Items are joined by the user's function, no batch has a label, copies differ by rounding,
-        a mask is infinite, a text is state of the net, an unsaved buffer grows on one rank, losses
-        of bfloat16 are summed in float32, and another job writes the same checkpoint.
-        """
-        collate = "lambda items: [torch.stack(x) for x in list(zip(*items))[2:]]"
-        step = """output = model(*inputs)
-        assert output.dtype == torch.bfloat16
-        with torch.autocast(device.type, enabled=False):
-            loss = F.cross_entropy(output.double(), 0 * y, reduction="sum")
-            assert torch.isclose(batch_sums(output, 0 * y)[1], loss, rtol=1e-5)
-        return 0 * output.sum() + batch_sums(output, y"""
-        net = f"""{NET}
-    ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: "text"
-    net.register_buffer("mask", torch.full((3, 2), -torch.inf, device=device)[:, 0])
-    net.register_buffer("cache", torch.ones(1, device=device), persistent=False)"""
-        grow = """            net.cache = net.cache.repeat(2 - rank)[:999]
-            net[0].weight.data *= 1 + rank * 2**-23\n"""
-        other_job = """if len(parts) == 2:
-                    save_checkpoint(path, identity, {"net": parts["net"]}, progress)
-                file.flush()"""
-        edits = (
-            *("return self.dataset[index]", "return 'text', None, *self.dataset[index]"),
-            *('"pin_memory"', f'"collate_fn": {collate}, "pin_memory"'),
-            *("            samples_read +=", f"{grow}            samples_read +="),
-            *("return batch_sums(model(*inputs), y", step),
-            *("padding=1).max(1).indices", "padding=1).max(1).indices * 0 - 100"),
-            *(NET, net),
-            *("file.flush()", other_job),
-        )
-        options = f"{SMALL} --shares 2 --epochs 20 --amp --checkpoint unusual"
-        self.assertIn("\nepoch 19 | loss nan", run_edited(2, options, *edits)[0])
-        self.assertIn("optimizer", torch.load("unusual"))
+        for what, *edits in UNUSUAL:
+            with self.subTest(what):
+                run_edited(2, f"{SMALL} --shares 2 --amp --checkpoint {what}", *edits)
 
     def test_all_printed_numbers_are_those_of_the_job(self):
         # With a learning rate of 0 the net stays what it is.
@@ -548,11 +547,10 @@ class OtherGuarantees(TestCase):
         for more, stop_after in (("--lr 1", 0), ("", 0.7)):
             with self.assertRaises(FAILED):
                 run_three(f"{options} {more}", lr_factor=partial(stop_at, stop_after))
-            assert os.path.exists("target")
 
         printed = "".join(run_three(options))  # Only rank 0 may print.
 
-        # An epoch takes two seconds. After the stop 24 samples are left of the first one.
+        # After the stop 24 samples are left of the first epoch.
         expected = f"\nresuming {os.path.realpath('target')} at epoch 0/2, sample 24\n"
         val = "val_loss {:#.5g} val_accuracy {:#.5g}".format(*loss_and_accuracy(net, val_set))
         for epoch, speed in enumerate((12.0, 24.0)):
@@ -560,7 +558,7 @@ class OtherGuarantees(TestCase):
             train = "loss {:#.5g} accuracy {:#.5g}".format(*loss_and_accuracy(net, train_set))
             expected += f"epoch {epoch} | 48/48 | {train}\n"
             expected += f"epoch {epoch} | {train} | {val} | {speed} samples/s\n"
-        assert printed.endswith(expected), f"{printed}\nshould end with{expected}"
+        self.assertEqual(printed[-len(expected) :], expected)
 
 
 # ---- The README: what it shows is run
@@ -607,9 +605,9 @@ class ReadmePrograms(TestCase):
         assert len(rows) == 9, rows
         for (setting, *shown), rank in product(rows, range(2)):
             dataset = range(int(setting.split()[1]))
-            no_sampler = "no sampler" in setting
-            sampler = None if no_sampler else ddp.DistributedSampler(dataset, 2, rank)
-            loader = DataLoader(dataset, 4, sampler=sampler, drop_last="drop_last" in setting)
+            sampler = ddp.DistributedSampler(dataset, 2, rank)
+            used = None if "no sampler" in setting else sampler
+            loader = DataLoader(dataset, 4, sampler=used, drop_last="drop_last" in setting)
             epochs = []
             with mock.patch("warnings.warn") as warn:
                 for epoch in range(2):
@@ -619,17 +617,14 @@ class ReadmePrograms(TestCase):
                     epochs.append(" ".join(batches) or "-")
 
             self.assertEqual(", ".join(epochs), shown[rank], f"{setting}, {rank=}")
-            self.assertEqual(warn.called, not no_sampler and "set_epoch" not in setting, setting)
+            self.assertEqual(warn.called, not re.search("no sampler|set_epoch", setting), setting)
 
-        sampler = ddp.DistributedSampler(range(1000), 2, rank=1)
-        sizes = [len(batch) for batch in DataLoader(range(1000), 32, sampler=sampler)]
+        loader = DataLoader(range(1000), 32, sampler=ddp.DistributedSampler(range(1000), 2, rank=1))
+        sizes = [*map(len, loader)]
         text = f"each rank has {sum(sizes)} samples: {len(sizes)} batches, the last of {sizes[-1]}"
         self.assertIn(f"{text}, or {sizes.count(32)} with", README.read_text())
 
     def test_the_main_job_prints_what_the_readme_shows(self):
-        sys.argv = ["ddp_reference.py"]
-        args, _ = ddp.parse_args()
-        self.assertEqual((args.nproc_per_node, args.shares % args.nproc_per_node), (GPUS or 2, 0))
         ranks = max(n for n in (1, 2, 4, 8) if n <= (GPUS or 2))
 
         out, *_ = run_job(ranks, "--shares 8")
@@ -672,7 +667,7 @@ class ReadmePrograms(TestCase):
         link.type = tarfile.SYMTYPE
         for content in cut_off, cut_off + b"?" * 2000, link.tobuf() + intact:
             path.write_bytes(content)
-            with self.assertRaisesRegex(mp.ProcessRaisedException, "a.tar is damaged or lacks"):
+            with self.assertRaisesRegex(FAILED, "a.tar is damaged or lacks"):
                 printed_by("shards.py", 1, options)
 
 
@@ -713,9 +708,8 @@ def start(name):
     """Start a slow program in a session of its own, as from a terminal, until the tests end."""
     command, *edits = SLOW_PROGRAMS[name]
     Path(name).write_text(edited(SOURCE, *edits))
-    options = {"start_new_session": True, "preexec_fn": ddp.end_with_parent}
-    command = [sys.executable, *command.split()]
-    return Popen(command, text=True, stdout=PIPE, stderr=PIPE, **options)
+    options = {"start_new_session": True, "preexec_fn": ddp.end_with_parent, "text": True}
+    return Popen([sys.executable, *command.split()], stdout=PIPE, stderr=PIPE, **options)
 
 
 def wait_for(name):
