@@ -108,7 +108,7 @@ def make_task(args, device):
     Each epoch sets train mode, in frozen layers, too.
     """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
-    val_set = SyntheticDataset(25, args.length, args.seed + 1)
+    val_set = SyntheticDataset(125, args.length, args.seed + 1)
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters(), lr=args.lr)
 
