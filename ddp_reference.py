@@ -18,8 +18,8 @@ RANKS DIFFER marks where ranks begin to differ.
 The number of ranks changes the speed of a training, and its result only by rounding (more with
 --amp, or with a bias before BatchNorm under Adam), because a share has the samples, random numbers
 and BatchNorm statistics that it would have on a rank of its own. Exceptions are nets that call
-collectives, as nn.SyncBatchNorm does, or change what state_dict() lacks. A killed job goes on if
-started again with the same --checkpoint, on any number of ranks that divides the shares.
+collectives, as nn.SyncBatchNorm does, or change state that state_dict() lacks. A killed job goes on
+if started again with the same --checkpoint, on any number of ranks that divides the shares.
 """
 
 import ctypes
@@ -230,8 +230,8 @@ def sync_buffers(net, joined=None):
 def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False):
     """Take one optimizer step from this rank's shares of the global batch.
 
-    shares: batches, as many on every rank. seed: if given, seed_generators(*seed, its number) is
-    called before each. The gradient is that of the mean loss over all labels of the global batch.
+    shares: batches, as many on every rank. seed: if given, seed_generators(*seed, s) is called
+    before share s. The gradient is that of the mean loss over all labels of the global batch.
     Returns batch_sums() of the global batch. With pinned batches, nothing waits for the GPU. Raises
     TypeError unless model is a DDP model, and each batch a tuple or list of tensors.
     """
@@ -251,7 +251,7 @@ def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False)
     for index in reversed(range(len(shares))):
         # Each share begins with the buffers that rank 0 had before the step. Share 0 is last, and
         # rank 0 keeps what it leaves. With one share a rank, DDP alone does the same.
-        buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first share.
+        buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first turn.
         if seed:
             seed_generators(*seed, rank + index * world_size)  # RANKS DIFFER in dropout.
         # Gradients add up, and DDP all-reduces them in the last backward pass.
@@ -262,7 +262,7 @@ def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False)
             # and divided by the number of labels, the gradient of the mean over all labels
             # (huggingface/transformers#34242). Without labels the gradient is 0.
             scale = world_size / num_labels.clamp(min=1e-9)
-            (sums[1] * scale).backward()  # RANKS MEET at the last share.
+            (sums[1] * scale).backward()  # RANKS MEET at the last turn.
         total += sums.detach()
     dist.all_reduce(total)  # RANKS MEET
 

@@ -31,7 +31,6 @@ import unittest
 import warnings
 from argparse import REMAINDER, ArgumentParser
 from collections import Counter
-from copy import deepcopy
 from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -81,8 +80,8 @@ def setUpModule():
 
 # ---- Lesson 0: the machine
 # Can this machine add? In training a wrong sum passes for noise, but a wrong sum of integers shows.
-# There is a rank for each GPU, but at least two. Rank r makes the list r, r + 1, r + 2 and so on.
-# With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
+# run_job(), below the lessons, starts a rank for each GPU, but at least two. Rank r lists r, r + 1,
+# r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
 # To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong?
 # Then rank r of 2 has i + r, not 2 * i + 1: all are wrong on rank 0, and all but one on rank 1.
@@ -111,7 +110,7 @@ class Lesson0Machine(TestCase):
 # A sampler is told its rank, so here one process plays all ranks.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
-# Then both read those of rank 0: half of the samples, each twice.
+# Then both read rank 0's samples: half of all, each twice.
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
@@ -144,7 +143,7 @@ class Ragged(ddp.SyntheticDataset):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         y[: index % 5 * 10] = -100
-        self.file = lambda: None  # Like an open file, it cannot go to workers.
+        self.file = lambda: None  # Once read, it cannot be sent to workers.
         return x * (torch.rand(()) + np.random.rand() + random.random()), y
 
 
@@ -200,9 +199,9 @@ def plain_loop(args, device):
                 ddp.seed_generators(args.seed, epoch, index)
                 samples.append([tensor.to(device) for tensor in train_set[index]])
             num_labels = sum((y != -100).sum() for _, y in samples)
-            state = deepcopy(net.state_dict())
+            buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
             for share in reversed(range(args.shares)):  # Share 0 is last, so its buffers remain.
-                net.load_state_dict(state)
+                net.load_state_dict(buffers, strict=False)
                 ddp.seed_generators(args.seed, epoch, samples_read, share)
                 x, y = default_collate(samples[share :: args.shares])
                 (F.cross_entropy(net(x), y, reduction="sum") / num_labels).backward()
@@ -214,19 +213,19 @@ def plain_loop(args, device):
 
 # ---- Lesson 2: a step (train_step)
 # A step must move the net as one process with the whole batch would, even if the ranks have
-# different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three labels, with
-# loss 3 each. The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So
-# an all-reduce counts the 4 labels first. Then rank 0 computes the gradient of 2 * 7 / 4 = 3.5, and
-# rank 1 that of 2 * 9 / 4 = 4.5. DDP averages these: (3.5 + 4.5) / 2 = 4. (2 is the world size.)
+# different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three with loss 3.
+# The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So an all-reduce
+# counts the 4 labels first. Then, with the world size 2, rank 0 computes the gradient of
+# 2 * 7 / 4 = 3.5, and rank 1 that of 2 * 9 / 4 = 4.5. DDP's average is that of 4.
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. In the first step
 # two ranks have 110 and 160 labels. What weight does the loss of a label get?
-# Then it is half of 1/110 or 1/160, not 1/270. After both steps 0.weight is up to 0.0038 off.
+# Then it is half of 1/110 or 1/160, not 1/270. After two steps 0.weight is up to 0.0038 off.
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         task = plain_net, Ragged(12, 40, seed=0)
         expected = saved_net(1, "--shares 1", *task, train=plain_loop)
-        # By default each rank has a share. With 12, two have no label. Workers change nothing.
+        # By default each rank has a share. Of 12 shares two have no label. Workers change nothing.
         for options, ranks in *product(("", "--shares 12"), range(1, 5)), ("--num-workers 1", 1):
             net = saved_net(ranks, options, *task)
             assert_close(net, expected, f"on {ranks} ranks {options}")
@@ -234,15 +233,15 @@ class Lesson2Step(TestCase):
 
 # ---- Lesson 3: evaluation (evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples, even
-# if of 4 ranks only rank 0 has samples. So each rank adds up its own losses and labels, and
-# one all-reduce after the loop adds up all ranks' sums. A collective in the loop may fail or hang:
-# of 25 samples in batches of 6, rank 0 of 2 has three batches, rank 1 two.
+# if only rank 0 of 4 has samples. Each rank adds up its own losses and labels, and one all-reduce
+# after the loop adds up all ranks' sums. A collective in the loop may fail or hang: of 25 samples
+# in batches of 6, rank 0 of 2 has three batches, rank 1 two.
 #
 # The net of rank 0 is saved. BatchNorm evaluates with running means and variances, which each rank
 # took from its own samples, so evaluate() first gives all ranks those of rank 0.
 #
 # To break it, leave out `dist.all_reduce(total)` in evaluate(). Which loss do you see on two ranks?
-# Then it is that of rank 0, 1.0467, not 1.0434.
+# Then it is that of rank 0's 13 samples, 1.0467, not 1.0434.
 def loss_and_accuracy(net, dataset):
     """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
     x, y = default_collate([*dataset])
@@ -268,14 +267,14 @@ class Lesson3Evaluation(TestCase):
 # ---- Lesson 4: shares (train_step, sync_buffers, seed_generators)
 # Many nets draw random numbers, as dropout does, or look at several samples at once: of the values
 # 1 and 5, BatchNorm makes -1 and 1, but -1.4 and 1.4 if it sees them with 3 and 3. So what is
-# computed together must not change: a step has a fixed number of shares, S. Share s has the samples
-# and random numbers of rank s in a job with S ranks, and begins with the buffers, such as
-# running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, and 2
-# ranks two (0 and 2, 1 and 3). On 4 ranks the net must be, bit for bit, that of DDP as tutorials
-# use it, and on fewer up to rounding. (DDP is right here, as all shares have equally many labels.)
+# computed together must not depend on ranks: a step has a fixed number of shares, S. Share s has
+# the samples and random numbers of rank s in a job with S ranks, and begins with the buffers, such
+# as running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, and
+# 2 ranks two (0 and 2, 1 and 3). On 4 ranks the net must be, bit for bit, that of DDP as tutorials
+# use it, and on fewer up to rounding. (DDP is right here: all shares have equally many labels.)
 #
-# To break it, replace `index * world_size` by `0` where train_step() seeds. Do 4 ranks fail?
-# Then they pass, as their index is 0, but 2 fail: both shares of a rank drop the same logits.
+# To break it, replace `index * world_size` in train_step() by `0`. Do 4 ranks fail?
+# Then they pass, as each has only index 0, but 2 fail: a rank's shares drop the same logits.
 def stock_step(model, optimizer, shares, seed, *_):
     """In place of train_step(): take a step as PyTorch's tutorials do, with a share's seed."""
     model.broadcast_buffers = True  # as DDP does by default
@@ -311,7 +310,7 @@ def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return np.float64(min(1, epochs_done + 0.1))  # A NumPy number must work, too.
+    return np.float64(min(1, epochs_done + 0.1))  # NumPy's must work, too.
 
 
 class Lesson5NumberOfRanks(TestCase):
@@ -321,7 +320,7 @@ class Lesson5NumberOfRanks(TestCase):
         run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
         expected = run(1, options, train=plain_loop)
-        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 6.
+        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5.
         for ranks, epochs_done in (3, 0.5), (2, 1.2):
             with self.assertRaises(FAILED):
                 run(ranks, options, lr_factor=partial(stop_at, epochs_done))
