@@ -226,7 +226,8 @@ class Lesson2Step(TestCase):
         task = plain_net, Ragged(12, 40, seed=0)
         expected = saved_net(1, "--shares 1", *task, train=plain_loop)
         # By default each rank has a share. Of 12 shares two have no label. Workers change nothing.
-        for options, ranks in *product(("", "--shares 12"), range(1, 5)), ("--num-workers 1", 1):
+        jobs = product(("", "--shares 12"), range(1, 5))
+        for options, ranks in *jobs, ("--shares 2 --num-workers 1", 1):
             net = saved_net(ranks, options, *task)
             assert_close(net, expected, f"on {ranks} ranks {options}")
 
@@ -315,7 +316,7 @@ def stop_at(stop_after, args, epochs_done):
 
 class Lesson5NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
-        train_set = Ragged(47, 40, seed=0)  # 3 steps an epoch, and 11 samples left out
+        train_set = Ragged(47, 40, seed=0)  # 3 steps an epoch, 11 samples left over
         task = {"make_net": net_with_state, "train_set": train_set}
         run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
@@ -544,6 +545,7 @@ class OtherGuarantees(TestCase):
         for more, stop_after in (("--lr 1", 0), ("", 0.7)):
             with self.assertRaises(FAILED):
                 run_three(f"{options} {more}", lr_factor=partial(stop_at, stop_after))
+            assert os.path.exists("target")
 
         printed = "".join(run_three(options))  # Only rank 0 may print.
 
@@ -631,7 +633,7 @@ class ReadmePrograms(TestCase):
         for text in out, README.read_text():
             last_line = re.search(r"(?m)^epoch 5 \| loss .*", text)[0]
             numbers.append([number for _, number, _ in read_numbers(last_line)])
-        assert_close(*numbers, "not the README's numbers", 0.001 if GPUS else 0.0001)
+        assert_close(*numbers, "not the README's", 0.001 if GPUS else 0.0001)
 
     def test_programs_print_the_same_on_one_process_and_on_two(self):
         one = printed_by("one.py", 1)
@@ -836,10 +838,10 @@ def check(arguments, folder, run=run_for_check):
     another number. All printed decimals are compared, but not those before a unit of time, size or
     speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
     The status is 0 if none exceeds --tolerance. Unseen stays what hardly moves these numbers, what
-    a short run never does, what is equally wrong on any number of processes, an integer, or state
-    that matters only after a kill at another place.
+    a short run never does, what is equally wrong on any number of processes, integers, or what
+    only another kill shows.
     """
-    usage = r"bash run.sh check [--tolerance 0.0005] [--ignore 'mfu \S+'] [SCRIPT.py] [its options]"
+    usage = "bash run.sh check [--tolerance 0.0005] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser("check", usage=usage, description=check.__doc__)
     parser.add_argument("--tolerance", type=float, default=0.0005)
     parser.add_argument("--ignore", default="$^")
@@ -961,7 +963,7 @@ def main():
         for number in (signal.SIGINT, signal.SIGTERM):  # so that no file is left
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["TMPDIR"] = folder  # A killed job leaves files there.
+            os.environ["TMPDIR"] = folder
             sys.exit(check(sys.argv[2:], folder))
     result = unittest.main(exit=False, verbosity=2).result
     failed, skipped = len(result.failures + result.errors), len(result.skipped)
