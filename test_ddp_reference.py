@@ -923,7 +923,7 @@ class TheCheck(TestCase):
         Path("job.py").write_text("'--checkpoint-every'")
         job = ["--ignore", "took .*", "job.py", "--tolerance", "1"]  # This tolerance is the job's.
         for two, later, message in (
-            (one.replace("0.5000", "0.5003"), [one], "in training"),
+            (one.replace("1.00%", "1.01%"), [one], "in training"),
             (one.replace("0.5000", "0.5003"), [one.replace("0.3000", "0.7")], "from itself"),
             (one.replace("0.3000", "0.3002"), ["", resumed], None),  # just within
             (one.replace("0.3000", "nan"), [one], "in training"),
@@ -942,7 +942,7 @@ class TheCheck(TestCase):
         # Without --checkpoint-every no kill is tried.
         options = "'--nproc-per-node' '--checkpoint'"
         Path("job.py").write_text(f"import sys; print(*sys.argv); exit(1)  # {options}")
-        self.assertIn("no decimal", check(job, "", lambda *_: "1/2 inf"))
+        self.assertIn("no decimal", check(["--amp"], "", lambda *_: "1/2 inf"))
         self.assertIsNone(check(job, "", mock.Mock(side_effect=(one, one))))
         with self.assertRaisesRegex(SystemExit, r"failed .*a --nproc-per-node 7 --checkpoint \\n"):
             run_for_check(7, ["job.py", "a"], "a.ck")
