@@ -107,7 +107,7 @@ class Lesson0Machine(TestCase):
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # The samples are dealt to the ranks like cards, one to each in turn, in the order that PyTorch's
 # sampler gives one rank. So a step, which takes the next 12, has the same samples on 1 to 4 ranks.
-# A sampler is told its rank, so here one process plays all ranks.
+# Here one process plays all ranks. (A job deals to shares: Lesson 4.)
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read rank 0's samples: half of all, each twice.
@@ -216,7 +216,7 @@ def plain_loop(args, device):
 # different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three with loss 3.
 # The mean is 16 / 4 = 4, but the mean of the two ranks' means is (7 + 3) / 2 = 5. So an all-reduce
 # counts the 4 labels first. Then, with the world size 2, rank 0 computes the gradient of
-# 2 * 7 / 4 = 3.5, and rank 1 that of 2 * 9 / 4 = 4.5. DDP's average is that of 4.
+# 2 * 7 / 4 = 3.5, rank 1 that of 2 * 9 / 4 = 4.5. DDP averages them to that of 4.
 #
 # To break it as most loops do, replace `sums[1] * scale` by `sums[1] / sums[0]`. In the first step
 # two ranks have 110 and 160 labels. What weight does the loss of a label get?
@@ -225,7 +225,7 @@ class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         task = plain_net, Ragged(12, 40, seed=0)
         expected = saved_net(1, "--shares 1", *task, train=plain_loop)
-        # By default each rank has a share. Of 12 shares two have no label. Workers change nothing.
+        # By default each rank has a share. Of 12 shares two lack labels. Workers change nothing.
         jobs = product(("", "--shares 12"), range(1, 5))
         for options, ranks in *jobs, ("--shares 2 --num-workers 1", 1):
             net = saved_net(ranks, options, *task)
@@ -268,7 +268,7 @@ class Lesson3Evaluation(TestCase):
 # ---- Lesson 4: shares (train_step, sync_buffers, seed_generators)
 # Many nets draw random numbers, as dropout does, or look at several samples at once: of the values
 # 1 and 5, BatchNorm makes -1 and 1, but -1.4 and 1.4 if it sees them with 3 and 3. So what is
-# computed together must not depend on ranks: a step has a fixed number of shares, S. Share s has
+# computed together must be the same on any number of ranks: a step always has S shares. Share s has
 # the samples and random numbers of rank s in a job with S ranks, and begins with the buffers, such
 # as running means, that share 0 left in the step before. Of 4 shares, 4 ranks compute one each, and
 # 2 ranks two (0 and 2, 1 and 3). On 4 ranks the net must be, bit for bit, that of DDP as tutorials
@@ -305,8 +305,8 @@ class Lesson4Shares(TestCase):
 # - the learning rate follows from the epoch and the count of samples read,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. What is lost at a kill?
-# Then the optimizer loses its momentum, and after both kills 0.bias is up to 0.012 off.
+# To break it, let train() call `resume(path, identity, {"net": net})`. Is the warm-up lost?
+# Then the warm-up goes on, but momentum is lost: at the end 0.bias is up to 0.012 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
