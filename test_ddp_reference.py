@@ -10,7 +10,8 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
-end of its message, and undo the change. None of these faults makes `bash run.sh` fail.
+end of its message, and undo the change. None of these faults makes `bash run.sh` fail. GPUs may
+give other numbers.
 """
 
 import contextlib
@@ -80,13 +81,13 @@ def setUpModule():
 
 # ---- Lesson 0: the machine
 # Can this machine add? In training a wrong sum passes for noise, but a wrong sum of integers shows.
-# run_job(), below the lessons, starts a rank for each GPU, but at least two. Rank r lists r, r + 1,
-# r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
+# Here run_job(), below the lessons, starts a rank for each GPU, but at least two. Rank r lists r,
+# r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
 # To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong?
 # Then rank r of 2 has i + r, not 2 * i + 1: all are wrong on rank 0, and all but one on rank 1.
 def add_up_integers(args, device):
-    """In place of train(): all-reduce integers, and count the sums that are wrong."""
+    """In place of train(): count the sums that are wrong."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     integers = torch.arange(2**24, dtype=torch.int32, device=device)
     expected = world_size * integers + sum(range(world_size))
@@ -105,9 +106,9 @@ class Lesson0Machine(TestCase):
 
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
-# The samples are dealt to the ranks like cards, one to each in turn, in the order that PyTorch's
-# sampler gives one rank. So a step, which takes the next 12, has the same samples on 1 to 4 ranks.
-# Here one process plays all ranks.
+# The samples, in the order that PyTorch's sampler gives one rank, are dealt like cards, one to each
+# rank in turn. So a step, which takes the next 12, has the same samples on 1 to 4 ranks.
+# One process plays all ranks.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
 # Then both read rank 0's samples: half of all, each twice.
@@ -144,7 +145,7 @@ class Ragged(ddp.SyntheticDataset):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         y[: index % 5 * 10] = -100
-        self.file = lambda: None  # Once read, it cannot be sent to workers.
+        self.file = lambda: None  # Like an open file, it cannot be pickled.
         return x * (torch.rand(()) + np.random.rand() + random.random()), y
 
 
@@ -178,15 +179,14 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
 # loss 3. The mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is
 # (7 + 3) / 2 = 5. So train_step() first counts the 4 labels by an all-reduce. Then it multiplies
 # each rank's sum of losses by 2 ranks / 4 labels, and DDP averages the gradients of 3.5 and 4.5 to
-# that of 4.
+# that of 4. (The loop over shares is for Lesson 4.)
 #
-# To break it as most loops do, let each rank take its own mean: replace `sums[1] * scale` by
-# `sums[1] / sums[0]`. In the first step two ranks have 110 and 160 labels. What weight does the
-# loss of a label get?
+# To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
+# In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
 # Then it is half of 1/110 or 1/160, not 1/270. After two steps 0.bias is up to 0.0006 off.
 def tutorial_step(model, optimizer, shares, seed, *_):
-    """In place of train_step(): take a step as PyTorch's tutorials do."""
-    # For Lesson 4: rank r draws the numbers of share r, and DDP, by default, broadcasts buffers.
+    """In place of train_step(): take a tutorial's step, which is right on one rank."""
+    # For Lesson 4: rank r draws the numbers of share r, and DDP broadcasts buffers, as by default.
     ddp.seed_generators(*seed, dist.get_rank())
     model.broadcast_buffers = True
     x, y = (tensor.to(model.device) for tensor in shares[0])
@@ -200,7 +200,7 @@ class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         task = plain_net, Ragged(12, 40, seed=0)
         expected = saved_net(1, "", *task, train_step=tutorial_step)
-        # By default each rank has one share. Of 12 shares, of a sample each, two lack labels.
+        # run_job() gives each rank one share. Of 12 shares two lack labels.
         jobs = product(("", "--shares 12"), range(1, 5))
         for options, ranks in *jobs, ("--shares 2 --num-workers 1", 1):
             net = saved_net(ranks, options, *task)
@@ -210,15 +210,15 @@ class Lesson2Step(TestCase):
 # ---- Lesson 3: evaluation (evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. Each
 # rank adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums.
-# A collective in the loop may fail or hang: of 25 samples in batches of 6, rank 0 of 2 has three
-# batches, rank 1 two, and in batches of 9, rank 3 of 4 has none.
+# A collective in the loop may fail or hang: of 25 samples in batches of 12 / 2, rank 0 of 2 has
+# three batches and rank 1 has two; in batches of 36 / 4, rank 3 of 4 has none.
 #
-# BatchNorm evaluates with running means and variances, which each rank took from its own samples.
-# Those of rank 0 are saved, so evaluate() first gives them to all ranks.
+# BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
+# and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
-# To break it, leave out `sync_buffers(net)` in evaluate(). All ranks have the same weights. Does
-# the loss differ from the saved net's?
-# Then it does on two ranks, 1.0420, not 1.0415: rank 1 uses means that are not saved.
+# To break it, leave out `sync_buffers(net)` in evaluate(). All weights stay equal. Does the
+# job print the saved net's loss on 1 rank, and on 2?
+# Then it does on 1, but on 2 it prints 1.0420, not 1.0415: the last step moved their means apart.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
     # spectral_norm() divides the weight by its norm, estimated in buffers by each forward pass.
@@ -228,7 +228,7 @@ def net_with_state():
 
 
 def loss_and_accuracy(net, dataset):
-    """Return the mean loss and the accuracy over all labels of a dataset, in plain PyTorch."""
+    """Return the mean loss and the accuracy over all labels."""
     x, y = default_collate([*dataset])
     logits = net.eval()(x)
     accuracy = (logits.argmax(1) == y).sum() / (y != -100).sum()
@@ -251,20 +251,19 @@ class Lesson3Evaluation(TestCase):
             assert_close([*map(float, printed)], expected, f"{ranks=}, {batch_size=}", 1e-4)
 
 
-# ---- Lesson 4: shares (train_step, sync_buffers, seed_generators)
+# ---- Lesson 4: shares (make_loaders, sync_buffers, seed_generators)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
 # -1.4 and 1.4 if 3 and 3 are with them. Others draw random numbers, as dropout does. So what is
-# computed together must not depend on the number of ranks: a step always has, say, 4 shares. On 4
-# ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and 2, one after
-# the other, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers
-# of rank s of 4. It begins with the buffers, such as running means, that share 0 left in the step
-# before.
+# computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
+# shares. On 4 ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and
+# 2, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers of rank s
+# of 4. It begins with the buffers, such as running means, that share 0 left in the step before.
 #
 # On 4 ranks the net must be, bit for bit, that of tutorial_step(), which is right here, because all
-# shares have equally many labels. On 2 and 1 it must be the same up to rounding.
+# shares have equally many labels. On 2 and 1 rounding may differ.
 #
-# To break it, replace `index * world_size` in train_step() by `0`. Do 4 ranks fail?
-# Then they pass, as each has only index 0, but 2 fail: a rank's shares drop the same logits.
+# To break it, replace `index * world_size` in train_step() by `0`. Do 4, 2 and 1 ranks fail?
+# Then 4 pass, as each has only index 0. On 2, and on 1, a rank's shares drop the same logits.
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_are_stock_ddp_on_four(self):
         task = net_with_state, ddp.SyntheticDataset(48, 40, seed=0)
@@ -329,10 +328,10 @@ class Lesson5NumberOfRanks(TestCase):
         run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
         expected = run(1, options, train=plain_loop)
-        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5.
-        for ranks, epochs_done in (3, 0.5), (2, 1.2):
+        # Steps begin at 0, 12/47 and 24/47 of an epoch, so it is killed before steps 3 and 5 of 6.
+        for ranks, stop_after in (3, 0.5), (2, 1.2):
             with self.assertRaises(FAILED):
-                run(ranks, options, lr_factor=partial(stop_at, epochs_done))
+                run(ranks, options, lr_factor=partial(stop_at, stop_after))
         assert_close(run(1, options), expected, "after two kills")
         self.assertIn("epoch 1/2, sample 12\n", Path("rank0").read_text())
 
@@ -545,7 +544,7 @@ class OtherGuarantees(TestCase):
         train_set = ddp.SeededItems(Ragged(48, 40, seed=0), seed=0)
         val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=1)
         assert val_set.epoch.is_shared()  # for forked workers
-        os.symlink("target", "link")  # A link stays a link: its target is written.
+        os.symlink("target", "link")  # A link stays a link.
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
         clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
         make_task = partial(make_task_with, plain_net, train_set.dataset)
