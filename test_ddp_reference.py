@@ -546,7 +546,7 @@ class OtherGuarantees(TestCase):
         net = plain_net()
         train_set = ddp.SeededItems(Ragged(48, 40, seed=0), seed=0)
         val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=1)
-        assert val_set.epoch.is_shared()  # for workers
+        assert val_set.epoch.is_shared()
         os.symlink("target", "link")  # A link stays a link.
         options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
         clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
@@ -777,7 +777,7 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
         for line in process.stdout:
             lines.append(line.replace(path, ""))
             if len(lines) == kill_after:
-                print("check: now the job is killed", file=sys.stderr)
+                print("check: the job is killed", file=sys.stderr)
                 return ""  # Below it is ended, and its ranks with it.
         if process.wait():
             what = f"took over {limit:.0f} s" if process.returncode == 124 else "failed (see above)"
@@ -939,12 +939,13 @@ class TheCheck(TestCase):
             (one.replace("acc 0.5", "acc 0.6"), [one], "only in validation"),
             (one + end, [one], "by a line or decimal"),
             (one.replace("value 4e-1", "bias 4e-1"), [one], "by a line or decimal"),
+            (one, ["", ""], "did not go on"),
             (one, ["", one], "did not go on"),
         ):
             runs = mock.Mock(side_effect=(one, two, *later))
             self.assertIn(str(message), str(check(job, "", runs)), (two, later))
         resumed_by = 1, [*job[2:], "--checkpoint-every", "1"], "/killed"
-        self.assertEqual(runs.call_args[0][:3], resumed_by)  # in the last row
+        self.assertEqual(runs.call_args[0][:3], resumed_by)
 
         # Without --checkpoint-every no kill is tried.
         options = "'--nproc-per-node' '--checkpoint'"
