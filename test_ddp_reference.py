@@ -1,7 +1,6 @@
 """The guarantees of ddp_reference.py, and a command that tries them on your own job.
 
     bash run.sh test                 # all tests
-    bash run.sh test -k Lesson       # only the lessons
     bash run.sh check my_job.py      # is this job the same on any number of processes?
 
 First come six lessons. Each compares what ranks do with something simpler, such as one process with
@@ -107,7 +106,7 @@ class Lesson0Machine(TestCase):
 
 # ---- Lesson 1: which samples a rank reads (DistributedSampler)
 # All ranks shuffle alike, anew each epoch (set_epoch). The samples are then dealt like cards, one
-# to each rank in turn. So a step, which takes the next 12, has the same samples on 1 to 4 ranks.
+# to each rank in turn. So a step that takes the next 12 has the same samples on 1 to 4 ranks.
 # One process plays all ranks.
 #
 # To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
@@ -178,12 +177,12 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
 # different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three, each with
 # loss 3. The mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is
 # (7 + 3) / 2 = 5. So train_step() first counts the 4 labels by an all-reduce. Then it multiplies
-# each rank's sum of losses by 2 ranks / 4 labels, and DDP averages the gradients of 3.5 and 4.5 to
-# that of 4. (The loop over shares is for Lesson 4.)
+# each rank's sum of losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients
+# to that of 4. (The loop over shares is for Lesson 4.)
 #
 # To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
 # In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
-# Then it is half of 1/110 or 1/160, not 1/270. After two steps 0.bias is up to 0.0006 off.
+# Then it is 1/220 or 1/320, not 1/270. After two steps 0.bias is up to 0.0006 off.
 def tutorial_step(model, optimizer, shares, seed, *_):
     """In place of train_step(): take a tutorial's step, which is right on one rank."""
     # For Lesson 4: rank r draws the numbers of share r, and DDP broadcasts buffers, as by default.
@@ -207,18 +206,18 @@ class Lesson2Step(TestCase):
             assert_close(net, expected, f"on {ranks} ranks {options}")
 
 
-# ---- Lesson 3: evaluation (evaluate)
+# ---- Lesson 3: evaluation (sync_buffers, evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. Each
 # rank adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums.
-# A collective in the loop may fail or hang: of 25 samples in batches of 12 / 2 = 6, rank 0 of
-# 2 has three batches and rank 1 has two; in batches of 36 / 4 = 9, rank 3 of 4 has none.
+# A collective in the loop may fail or hang: of 25 samples in batches of a share, 12 / 2 = 6, rank 0
+# of 2 has three and rank 1 has two; in batches of 36 / 4 = 9, rank 3 of 4 has none.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
-# To break it, leave out `sync_buffers(net)` in evaluate(). All weights stay equal. Does the
-# job print the saved net's loss on 1 rank, and on 2?
-# Then it does on 1. On 2 it prints 1.0420, not 1.0415: the last step moved the ranks' means apart.
+# To break it, leave out `sync_buffers(net)` in evaluate(). Which of the 25 samples are evaluated
+# with other means than the saved net's, on 1 rank and on 2?
+# Then on 1 none are, but on 2 rank 1's 12: the job prints 1.0420, not 1.0415.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
     # spectral_norm() divides the weight by its norm, estimated in buffers by each forward pass.
@@ -251,16 +250,16 @@ class Lesson3Evaluation(TestCase):
             assert_close([*map(float, printed)], expected, f"{ranks=}, {batch_size=}", 1e-4)
 
 
-# ---- Lesson 4: shares (make_loaders, sync_buffers, seed_generators)
+# ---- Lesson 4: shares (make_loaders, seed_generators)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
 # -1.4 and 1.4 if 3 and 3 are with them. Others draw random numbers, as dropout does. So what is
 # computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
 # shares. On 4 ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and
 # 2, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers of rank s
-# of 4. It begins with the buffers, such as running means, that share 0 left in the step before.
+# of 4. It begins with the buffers that share 0 left in the step before.
 #
-# On 4 ranks the net must be, bit for bit, that of tutorial_step(), which is right here, because all
-# shares have equally many labels.
+# On 4 ranks the net must be, bit for bit, that of tutorial_step(), which is right if all shares
+# have equally many labels, as here. On 2 and 1 only rounding differs.
 #
 # To break it, replace `index * world_size` in train_step() by `0`. Which of 4, 2 and 1 ranks fail?
 # Then 4 pass, as each has only index 0. On 2, and on 1, a rank's shares drop the same logits.
@@ -276,15 +275,15 @@ class Lesson4Shares(TestCase):
 
 # ---- Lesson 5: the number of ranks, and stops (train)
 # A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
-# rates must end with the net of plain_loop() on 1, 2, 3 or 6 ranks, even if killed and resumed on
+# rates must end with the net of plain_loop() on 1, 2 or 3 ranks, even if killed and resumed on
 # another number. It does, because
 # - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read,
 # - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. What is lost?
-# Then momentum is lost, but the warm-up goes on: at the end 0.bias is up to 0.011 off.
+# To break it, let train() call `resume(path, identity, {"net": net})`. Does the warm-up begin anew?
+# Then it goes on, but momentum is lost: at the end 0.bias is up to 0.011 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -341,8 +340,8 @@ class Lesson5NumberOfRanks(TestCase):
 # ---- The other guarantees: what is refused, printed and saved
 # A new option that changes a step goes into Lesson 5's options and plain_loop(). If it also changes
 # printed numbers, it goes into loss_and_accuracy() and test_all_printed_numbers. Any other, and one
-# that make_task() reads, gets a test of its own. Then leave it out of one call after the other:
-# each time a test must fail.
+# that make_task() reads, gets a test of its own. Then leave it out of one call after the other,
+# and each option beside it, which it may hide: each time a test must fail.
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # torchrun sets none.
@@ -351,7 +350,7 @@ def be_rank(rank, world_size, port, options, replacements):
     # Local ranks are reversed, so mistaking them for ranks fails.
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{world_size - 1 - rank}"}
     os.environ |= {"WORLD_SIZE": f"{world_size}", "MASTER_ADDR": "localhost"}
-    os.environ |= {"MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # run_job()'s
+    os.environ |= {"MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # of run_job()
     vars(ddp).update(replacements)
     sys.argv = ["ddp_reference.py", *f"--timeout 60 --shares {world_size} {options}".split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
@@ -397,8 +396,8 @@ ADAM = "Adam(net.parameters()"
 NET = "net = ConvNet().to(device)"
 WRAP = "model = DistributedDataParallel(net)"
 NEW = "--checkpoint new"
-# (options, pattern, old, new): two ranks that resume ck with these options and edits must fail with
-# this pattern, leave ck as it was, and not make new.
+# (options, pattern, old, new): with --checkpoint ck, these options and edits, two ranks must fail
+# with this pattern, leave ck as it was, and not write the file new.
 FAULTS = (
     (
         "--seed 9 --num-samples 60 --global-batch-size 24 --shares 6",
@@ -508,10 +507,7 @@ class OtherGuarantees(TestCase):
             assert Path("ck").read_bytes() == intact and not os.path.exists("new"), pattern
 
     def test_a_step_calls_four_collectives_and_never_item(self):
-        """They are for the count of labels, the buffers, the gradients and the sums.
-
-        The watchdog is restarted at each batch, and stopped at the end.
-        """
+        """They are for the count of labels, the buffers, the gradients and the sums."""
         stopped = partial(print, "stopped")
         (printed,) = run_job(
             1,
@@ -523,7 +519,7 @@ class OtherGuarantees(TestCase):
         )
         last_epoch = printed.partition("\nepoch 0 | ")[2]  # of 4 steps, and 5 batches of validation
         self.assertEqual(last_epoch.count("c10d::"), 4 * 4)
-        # .item() is called for each of 48 + 25 samples read, and by the loader of validation.
+        # .item() is called for each of 48 + 25 samples read, and when validation's loader starts.
         self.assertEqual(last_epoch.count("aten::item"), 73 + 1)
         self.assertEqual(printed.count("restarted"), 1 + 2 * (4 + 5))  # 1 before any batch
         assert printed.endswith("\nstopped\n")
@@ -560,7 +556,7 @@ class OtherGuarantees(TestCase):
 
         printed = "".join(run_three(options))  # Only rank 0 may print.
 
-        # After the stop 24 samples are left.
+        # Step 2 was saved, so 24 samples are left.
         expected = f"\nresuming {os.path.realpath('target')} at epoch 0/2, sample 24\n"
         val = "val_loss {:#.5g} val_accuracy {:#.5g}".format(*loss_and_accuracy(net, val_set))
         for epoch, speed in enumerate((12.0, 24.0)):
@@ -688,7 +684,7 @@ PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ
         print("network", *map(os.environ.get, names), "workers by", mp.get_start_method())
         signal.pause()
     return 1"""
-STUCK = """    if mp.current_process().name.endswith(":2"):  # identify() has started the first.
+STUCK = """    if mp.current_process().name.endswith(":2"):  # The first was identify()'s.
         os.killpg(0, signal.SIGINT)  # as Ctrl-C does
         mp.parent_process().join()  # It is dead before this worker asks Linux for its own end.
     if sys.platform"""
@@ -703,7 +699,7 @@ SLOW_PROGRAMS = {
         f"stuck.py {SMALL} --shares 1 --nproc-per-node 1 --num-workers 1",
         *("    if sys.platform", STUCK, "signal.SIG_DFL", "signal.SIG_IGN"),
     ),
-    # It has no --nproc-per-node, so torchrun starts it. A kill loses Adam's state.
+    # A kill loses Adam's state.
     "forgetful.py": (
         f"-m test_ddp_reference check forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003",
         *('"--nproc-per-node"', '"--nproc" "-per-node"'),
@@ -828,11 +824,11 @@ def find_cause(differing, expected):
     """Return how "The number of processes changes this job" goes on."""
     if any(kind != expected_kind for kind, expected_kind, _ in differing):
         return "by a line or decimal that one run lacks: does each rank print, or the batch grow?"
-    # Validation and a learning rate tell nothing of training.
+    # Neither validation nor a learning rate shows what training did.
     no_training = "(?i)(?<![a-z])((e?val|test)(?!ue)|lr[^#]*#$)"
     training = {kind for kind, *_ in expected if not re.search(no_training, kind)}
     if training and training.isdisjoint(kind for kind, *_ in differing):
-        return "only in validation: look at double samples, means, random numbers, BatchNorm."
+        return "only in validation or lr: look at double samples, means, random numbers, BatchNorm."
     return """in training or in what it prints:
 look at samples, their order, batch size, lr, random numbers, BatchNorm, .module(), means, sums
 and, if late, rounding (try float64)."""
@@ -845,10 +841,10 @@ def check(arguments, folder, run=run_for_check):
     process, then on 2 and 4 (with several GPUs on up to 16 of them), or on the numbers that divide
     its shares. If it has --checkpoint-every, it is also killed past its middle, and goes on with
     another number. All printed decimals are compared, but not those before a unit of time, size or
-    speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
-    The status is 0 if none exceeds --tolerance. It misses integers, what hardly moves these
-    numbers, what a short run never does, what is equally wrong on any number of processes, and what
-    only another kill shows.
+    speed, nor what --ignore matches. A quoted line ends at the number that differs. A difference is
+    relative to the largest number of its kind. The status is 0 if none exceeds --tolerance. It
+    misses integers, what hardly moves these numbers, what a short run never does, what is equally
+    wrong on any number of processes, and what only another kill shows.
     """
     usage = "bash run.sh check [--tolerance 0.0005] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser("check", usage=usage, description=check.__doc__)
@@ -944,6 +940,7 @@ class TheCheck(TestCase):
         ):
             runs = mock.Mock(side_effect=(one, two, *later))
             self.assertIn(str(message), str(check(job, "", runs)), (two, later))
+        self.assertIn(" 0.2000 apart", sys.stdout.getvalue())
         resumed_by = 1, [*job[2:], "--checkpoint-every", "1"], "/killed"
         self.assertEqual(runs.call_args[0][:3], resumed_by)
 
