@@ -79,7 +79,7 @@ def setUpModule():
 
 
 # ---- Lesson 0: the machine
-# Can this machine add? In training a wrong sum passes for noise, but a wrong sum of integers shows.
+# Can this machine add? In training a wrong sum passes for noise, but one of integers shows.
 # Here run_job(), below the lessons, starts a rank for each GPU, but at least two. Rank r lists r,
 # r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
@@ -174,18 +174,18 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
 
 # ---- Lesson 2: a step (batch_sums, train_step)
 # A step must move the net as one process with the whole batch would, even if the ranks have
-# different numbers of labels. Let rank 0 have one label, with loss 7, and rank 1 three, each with
-# loss 3. The mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is
-# (7 + 3) / 2 = 5. So train_step() first counts the 4 labels by an all-reduce. Then it multiplies
-# each rank's sum of losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients
-# to that of 4. (The loop over shares is for Lesson 4.)
+# different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
+# mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
+# So train_step() first counts the 4 labels by an all-reduce. Then it multiplies each rank's sum of
+# losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients to that of the
+# mean, 4. (Lesson 4 explains the loop.)
 #
 # To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
 # In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
-# Then it is 1/220 or 1/320, not 1/270. After two steps 0.bias is up to 0.0006 off.
+# Then it is 1/110 or 1/160, halved by DDP, not 1/270. After two steps 0.bias is up to 0.0006 off.
 def tutorial_step(model, optimizer, shares, seed, *_):
     """In place of train_step(): take a tutorial's step, which is right on one rank."""
-    # For Lesson 4: rank r draws the numbers of share r, and DDP broadcasts buffers, as by default.
+    # For Lesson 4: rank r draws share r's numbers, and DDP broadcasts buffers, as by default.
     ddp.seed_generators(*seed, dist.get_rank())
     model.broadcast_buffers = True
     x, y = (tensor.to(model.device) for tensor in shares[0])
@@ -210,14 +210,14 @@ class Lesson2Step(TestCase):
 # The printed loss and accuracy must be those of the saved net in one process with all samples. Each
 # rank adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums.
 # A collective in the loop may fail or hang: of 25 samples in batches of a share, 12 / 2 = 6, rank 0
-# of 2 has three and rank 1 has two; in batches of 36 / 4 = 9, rank 3 of 4 has none.
+# of 2 has three batches, rank 1 has two; in batches of 36 / 4 = 9, rank 3 of 4 has none.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
-# To break it, leave out `sync_buffers(net)` in evaluate(). Which of the 25 samples are evaluated
-# with other means than the saved net's, on 1 rank and on 2?
-# Then on 1 none are, but on 2 rank 1's 12: the job prints 1.0420, not 1.0415.
+# To break it, leave out `sync_buffers(net)` in evaluate(). On 1 rank and on 2, how many of the 25
+# samples are evaluated with statistics that the saved net does not have?
+# Then on 1 rank none are. On 2 the 12 of rank 1 are, and the job prints 1.0420, not 1.0415.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
     # spectral_norm() divides the weight by its norm, estimated in buffers by each forward pass.
@@ -250,7 +250,7 @@ class Lesson3Evaluation(TestCase):
             assert_close([*map(float, printed)], expected, f"{ranks=}, {batch_size=}", 1e-4)
 
 
-# ---- Lesson 4: shares (make_loaders, seed_generators)
+# ---- Lesson 4: shares (make_loaders, train_step's loop)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
 # -1.4 and 1.4 if 3 and 3 are with them. Others draw random numbers, as dropout does. So what is
 # computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
@@ -262,7 +262,7 @@ class Lesson3Evaluation(TestCase):
 # have equally many labels, as here. On 2 and 1 only rounding differs.
 #
 # To break it, replace `index * world_size` in train_step() by `0`. Which of 4, 2 and 1 ranks fail?
-# Then 4 pass, as each has only index 0. On 2, and on 1, a rank's shares drop the same logits.
+# Then 2 and 1 fail, as all shares of a rank drop the same logits. 4 pass: each has only index 0.
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_are_stock_ddp_on_four(self):
         task = net_with_state, ddp.SyntheticDataset(48, 40, seed=0)
@@ -280,10 +280,11 @@ class Lesson4Shares(TestCase):
 # - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read,
-# - the checkpoint holds this epoch and count, the net, and the optimizer with its momentum.
+# - the checkpoint holds this epoch and count, the net and the optimizer.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. Does the warm-up begin anew?
-# Then it goes on, but momentum is lost: at the end 0.bias is up to 0.011 off.
+# To break it, let train() call `resume(path, identity, {"net": net})`. What begins anew, the
+# warm-up, the order of samples, the momentum?
+# Then only the momentum does, after each kill: at the end 0.bias is up to 0.011 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -841,10 +842,10 @@ def check(arguments, folder, run=run_for_check):
     process, then on 2 and 4 (with several GPUs on up to 16 of them), or on the numbers that divide
     its shares. If it has --checkpoint-every, it is also killed past its middle, and goes on with
     another number. All printed decimals are compared, but not those before a unit of time, size or
-    speed, nor what --ignore matches. A quoted line ends at the number that differs. A difference is
-    relative to the largest number of its kind. The status is 0 if none exceeds --tolerance. It
-    misses integers, what hardly moves these numbers, what a short run never does, what is equally
-    wrong on any number of processes, and what only another kill shows.
+    speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
+    The status is 0 if none exceeds --tolerance. It misses integers, what hardly moves these
+    numbers, what a short run never does, what is equally wrong on any number of processes, and what
+    only another kill shows.
     """
     usage = "bash run.sh check [--tolerance 0.0005] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser("check", usage=usage, description=check.__doc__)
