@@ -9,7 +9,7 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
-end of its message, and undo the change. With these faults `bash run.sh` seems to train well. GPUs
+end of its message, and undo the change. What `bash run.sh` prints shows none of these faults. GPUs
 may give other numbers.
 """
 
@@ -176,7 +176,7 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
 # A step must move the net as one process with the whole batch would, even if the ranks have
 # different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
 # mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
-# So train_step() first counts the 4 labels by an all-reduce. Then it multiplies each rank's sum of
+# So train_step() first counts the 4 labels by an all-reduce. It then multiplies each rank's sum of
 # losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients to that of the
 # mean, 4. (Lesson 4 explains the loop.)
 #
@@ -189,7 +189,7 @@ def tutorial_step(model, optimizer, shares, seed, *_):
     ddp.seed_generators(*seed, dist.get_rank())
     model.broadcast_buffers = True
     x, y = (tensor.to(model.device) for tensor in shares[0])
-    F.cross_entropy(model(x), y).backward()  # the mean over this rank's labels
+    F.cross_entropy(model(x), y).backward()  # mean over this rank's labels
     optimizer.step()
     optimizer.zero_grad()
     return 0  # instead of sums to print
@@ -209,15 +209,15 @@ class Lesson2Step(TestCase):
 # ---- Lesson 3: evaluation (sync_buffers, evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. Each
 # rank adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums.
-# A collective in the loop may fail or hang: of 25 samples in batches of a share, 12 / 2 = 6, rank 0
-# of 2 has three batches, rank 1 has two; in batches of 36 / 4 = 9, rank 3 of 4 has none.
+# A collective in the loop may fail or hang. Batches are as large as shares: of 25 samples, rank 0
+# of 2 has three batches of 12 / 2 = 6, rank 1 has two. Rank 3 of 4 has none of 36 / 4 = 9.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
-# To break it, leave out `sync_buffers(net)` in evaluate(). On 1 rank and on 2, how many of the 25
-# samples are evaluated with statistics that the saved net does not have?
-# Then on 1 rank none are. On 2 the 12 of rank 1 are, and the job prints 1.0420, not 1.0415.
+# To break it, leave out `sync_buffers(net)` in evaluate(). With steps of 12 samples, how many of
+# the 25 are evaluated with statistics that the saved net lacks, on 1 rank and on 2?
+# Then on 1 rank none are. On 2 ranks rank 1's 12 are, so the job prints 1.0420, not 1.0415.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
     # spectral_norm() divides the weight by its norm, estimated in buffers by each forward pass.
@@ -274,9 +274,9 @@ class Lesson4Shares(TestCase):
 
 
 # ---- Lesson 5: the number of ranks, and stops (train)
-# A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
-# rates must end with the net of plain_loop() on 1, 2 or 3 ranks, even if killed and resumed on
-# another number. It does, because
+# A job with augmentation (Ragged), BatchNorm, dropout, a warm-up, clipping, uneven labels and two
+# learning rates must end with the net of plain_loop() on 1, 2 or 3 ranks, even if killed and resumed
+# on another number. It does, because
 # - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
 # - the random numbers of an item follow from the seed, the epoch and the index,
 # - the learning rate follows from the epoch and the count of samples read,
@@ -284,12 +284,12 @@ class Lesson4Shares(TestCase):
 #
 # To break it, let train() call `resume(path, identity, {"net": net})`. What begins anew, the
 # warm-up, the order of samples, the momentum?
-# Then only the momentum does, after each kill: at the end 0.bias is up to 0.011 off.
+# Then only the momentum does: at the end 0.bias is up to 0.011 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return np.float64(min(1, epochs_done + 0.1))  # NumPy's must work, too.
+    return np.float64(min(1, epochs_done + 0.1))  # as a NumPy number, too
 
 
 def plain_loop(args, device):
