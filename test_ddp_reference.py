@@ -9,8 +9,8 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
-end of its message, and undo the change. What `bash run.sh` prints shows none of these faults. GPUs
-may give other numbers.
+end of its message, and undo the change. `bash run.sh` prints plausible numbers with each fault.
+GPUs may give other numbers.
 """
 
 import contextlib
@@ -168,17 +168,17 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
     replacements["make_task"] = partial(make_task_with, make_net, train_set)
     run_job(ranks, f"{OPTIONS} --checkpoint saved {options}", **replacements)
     net = torch.load("saved", map_location="cpu")["net"]
-    os.remove("saved")  # The next job begins anew. A killed one does not get here.
+    os.remove("saved")  # The next job begins anew, unless this one was killed.
     return net
 
 
-# ---- Lesson 2: a step (batch_sums, train_step)
+# ---- Lesson 2: a step (batch_sums, train_step without its loop)
 # A step must move the net as one process with the whole batch would, even if the ranks have
 # different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
 # mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
 # So train_step() first counts the 4 labels by an all-reduce. It then multiplies each rank's sum of
 # losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients to that of the
-# mean, 4. (Lesson 4 explains the loop.)
+# mean, 4.
 #
 # To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
 # In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
@@ -207,10 +207,11 @@ class Lesson2Step(TestCase):
 
 
 # ---- Lesson 3: evaluation (sync_buffers, evaluate)
-# The printed loss and accuracy must be those of the saved net in one process with all samples. Each
-# rank adds up its own losses and labels, and one all-reduce after the loop adds up all ranks' sums.
-# A collective in the loop may fail or hang. Batches are as large as shares: of 25 samples, rank 0
-# of 2 has three batches of 12 / 2 = 6, rank 1 has two. Rank 3 of 4 has none of 36 / 4 = 9.
+# The printed loss and accuracy must be those of the saved net in one process with all samples. A
+# DistributedSampler would repeat some. Instead, batches as large as shares are dealt: of 25, rank 0
+# of 2 gets 6, 6 and 1, rank 1 gets 6 and 6, and rank 3 of 4 gets none of 36 / 4 = 9. So a
+# collective in the loop may fail or hang. Each rank adds up its own losses and labels, and one
+# all-reduce after the loop adds up all ranks' sums.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
@@ -242,8 +243,7 @@ class Lesson3Evaluation(TestCase):
             state = saved_net(ranks, options, net_with_state, train_set)
             net.load_state_dict(state)
 
-            lines = Path("rank0").read_text()  # what rank 0 printed
-            printed = re.findall(r"val_\w+ (\S+)", lines)
+            printed = re.findall(r"val_\w+ (\S+)", Path("rank0").read_text())  # by rank 0
 
             val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=6)  # as in train()
             expected = loss_and_accuracy(net, val_set)
@@ -252,7 +252,7 @@ class Lesson3Evaluation(TestCase):
 
 # ---- Lesson 4: shares (make_loaders, train_step's loop)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
-# -1.4 and 1.4 if 3 and 3 are with them. Others draw random numbers, as dropout does. So what is
+# -1.4 and 1.4 if 3 and 3 are with them. Many draw random numbers, as dropout does. So what is
 # computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
 # shares. On 4 ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and
 # 2, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers of rank s
@@ -275,16 +275,16 @@ class Lesson4Shares(TestCase):
 
 # ---- Lesson 5: the number of ranks, and stops (train)
 # A job with augmentation (Ragged), BatchNorm, dropout, a warm-up, clipping, uneven labels and two
-# learning rates must end with the net of plain_loop() on 1, 2 or 3 ranks, even if killed and resumed
-# on another number. It does, because
+# learning rates must end with the net of plain_loop(), even if 3 ranks begin it, 2 resume it after
+# a kill, and 1 after another. It does, because
 # - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
-# - the random numbers of an item follow from the seed, the epoch and the index,
+# - random numbers follow from the seed, the epoch, and the item's index or the share's place,
 # - the learning rate follows from the epoch and the count of samples read,
 # - the checkpoint holds this epoch and count, the net and the optimizer.
 #
 # To break it, let train() call `resume(path, identity, {"net": net})`. What begins anew, the
 # warm-up, the order of samples, the momentum?
-# Then only the momentum does: at the end 0.bias is up to 0.011 off.
+# Then only the momentum does, which the optimizer holds: 0.bias ends up to 0.011 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -329,8 +329,7 @@ class Lesson5NumberOfRanks(TestCase):
         run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
         expected = run(1, options, train=plain_loop)
-        # Steps begin at 0, 12/47 and 24/47 of an epoch: 3 ranks take steps 1 and 2, 2 ranks take
-        # 3 and 4, and 1 rank 5 and 6.
+        # Steps begin at 0, 12/47 and 24/47 of an epoch. So each job takes two of the six steps.
         for ranks, stop_after in (3, 0.5), (2, 1.2):
             with self.assertRaises(FAILED):
                 run(ranks, options, lr_factor=partial(stop_at, stop_after))
