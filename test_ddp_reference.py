@@ -8,9 +8,9 @@ the whole batch. Read the docstring of ddp_reference.py, which explains the word
 lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
-"Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read the
-end of its message, and undo the change. `bash run.sh` prints plausible numbers with each fault.
-GPUs may give other numbers.
+"Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read its
+message, and undo the change. With faults 1 to 5 `bash run.sh` looks right. GPUs may give other
+numbers.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ class Lesson1Sampler(TestCase):
             dealt = [sample for samples in zip(*samplers) for sample in samples]
             expected = order[samples_read:]
             assert dealt == expected, f"{ranks=}, {samples_read=}: {dealt}, not {expected}"
-            assert len(samplers[0]) * ranks == len(dealt)  # A loader must know how much is left.
+            assert len(samplers[0]) * ranks == len(dealt)  # A loader asks how much is left.
 
 
 # ---- Used in Lessons 2 to 5: a comparison, data, a net and a job
@@ -172,8 +172,8 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
     return net
 
 
-# ---- Lesson 2: a step (batch_sums, train_step without its loop)
-# A step must move the net as one process with the whole batch would, even if the ranks have
+# ---- Lesson 2: a step (batch_sums, forward, train_step for one share)
+# A step must move the net as one process with the whole batch would, even if ranks have
 # different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
 # mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
 # So train_step() first counts the 4 labels by an all-reduce. It then multiplies each rank's sum of
@@ -199,7 +199,7 @@ class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
         task = plain_net, Ragged(12, 40, seed=0)
         expected = saved_net(1, "", *task, train_step=tutorial_step)
-        # run_job() gives each rank one share. Of 12 shares two lack labels.
+        # Without --shares, each rank has one. Of 12 shares two lack labels.
         jobs = product(("", "--shares 12"), range(1, 5))
         for options, ranks in *jobs, ("--shares 2 --num-workers 1", 1):
             net = saved_net(ranks, options, *task)
@@ -208,16 +208,16 @@ class Lesson2Step(TestCase):
 
 # ---- Lesson 3: evaluation (sync_buffers, evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
-# DistributedSampler would repeat some. Instead, batches as large as shares are dealt: of 25, rank 0
-# of 2 gets 6, 6 and 1, rank 1 gets 6 and 6, and rank 3 of 4 gets none of 36 / 4 = 9. So a
-# collective in the loop may fail or hang. Each rank adds up its own losses and labels, and one
-# all-reduce after the loop adds up all ranks' sums.
+# DistributedSampler would repeat some. Instead, batches as large as shares are dealt. Of 25 in
+# shares of 6, rank 0 of 2 gets 6, 6 and 1, and rank 1 6 and 6. In shares of 9, rank 3 of 4
+# gets none. So a collective in the loop may fail or hang. Each rank adds up its own losses and
+# labels, and one all-reduce after the loop adds up all ranks' sums.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
 # To break it, leave out `sync_buffers(net)` in evaluate(). With steps of 12 samples, how many of
-# the 25 are evaluated with statistics that the saved net lacks, on 1 rank and on 2?
+# the 25 are evaluated with statistics that are not the saved net's, on 1 rank and on 2?
 # Then on 1 rank none are. On 2 ranks rank 1's 12 are, so the job prints 1.0420, not 1.0415.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
@@ -256,7 +256,7 @@ class Lesson3Evaluation(TestCase):
 # computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
 # shares. On 4 ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and
 # 2, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers of rank s
-# of 4. It begins with the buffers that share 0 left in the step before.
+# of 4. Each begins with the buffers that share 0 left in the step before.
 #
 # On 4 ranks the net must be, bit for bit, that of tutorial_step(), which is right if all shares
 # have equally many labels, as here. On 2 and 1 only rounding differs.
@@ -284,7 +284,7 @@ class Lesson4Shares(TestCase):
 #
 # To break it, let train() call `resume(path, identity, {"net": net})`. What begins anew, the
 # warm-up, the order of samples, the momentum?
-# Then only the momentum does, which the optimizer holds: 0.bias ends up to 0.011 off.
+# Then only the momentum does, which the optimizer holds: 0.bias is up to 0.011 off.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -326,7 +326,7 @@ class Lesson5NumberOfRanks(TestCase):
     def test_a_job_ends_as_a_plain_loop_does(self):
         train_set = Ragged(47, 40, seed=0)  # 3 steps an epoch, 11 left over
         task = {"make_net": net_with_state, "train_set": train_set}
-        run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))
+        run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))  # never killed
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
         expected = run(1, options, train=plain_loop)
         # Steps begin at 0, 12/47 and 24/47 of an epoch. So each job takes two of the six steps.
