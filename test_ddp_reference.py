@@ -9,8 +9,8 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read its
-message, and undo the change. With faults 1 to 5 `bash run.sh` looks right. GPUs may give other
-numbers.
+message, and undo it. With the faults of Lessons 1 to 5 `bash run.sh` looks right. GPUs may give
+other numbers.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ class Lesson1Sampler(TestCase):
             dealt = [sample for samples in zip(*samplers) for sample in samples]
             expected = order[samples_read:]
             assert dealt == expected, f"{ranks=}, {samples_read=}: {dealt}, not {expected}"
-            assert len(samplers[0]) * ranks == len(dealt)  # A loader asks how much is left.
+            assert len(samplers[0]) * ranks == len(dealt)
 
 
 # ---- Used in Lessons 2 to 5: a comparison, data, a net and a job
@@ -176,16 +176,16 @@ def saved_net(ranks, options, make_net, train_set, **replacements):
 # A step must move the net as one process with the whole batch would, even if ranks have
 # different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
 # mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
-# So train_step() first counts the 4 labels by an all-reduce. It then multiplies each rank's sum of
-# losses by 2 ranks / 4 labels, to 3.5 and 4.5, and DDP averages their gradients to that of the
-# mean, 4.
+# So train_step() first counts the 4 labels by an all-reduce. It multiplies each rank's sum of
+# losses by 2 ranks / 4 labels, which makes 3.5 and 4.5. DDP averages their gradients, and the
+# average of 3.5 and 4.5 is 4.
 #
 # To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
 # In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
 # Then it is 1/110 or 1/160, halved by DDP, not 1/270. After two steps 0.bias is up to 0.0006 off.
 def tutorial_step(model, optimizer, shares, seed, *_):
     """In place of train_step(): take a tutorial's step, which is right on one rank."""
-    # For Lesson 4: rank r draws share r's numbers, and DDP broadcasts buffers, as by default.
+    # For Lesson 4: rank r draws share r's numbers, and DDP broadcasts buffers.
     ddp.seed_generators(*seed, dist.get_rank())
     model.broadcast_buffers = True
     x, y = (tensor.to(model.device) for tensor in shares[0])
@@ -208,16 +208,16 @@ class Lesson2Step(TestCase):
 
 # ---- Lesson 3: evaluation (sync_buffers, evaluate)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
-# DistributedSampler would repeat some. Instead, batches as large as shares are dealt. Of 25 in
-# shares of 6, rank 0 of 2 gets 6, 6 and 1, and rank 1 6 and 6. In shares of 9, rank 3 of 4
-# gets none. So a collective in the loop may fail or hang. Each rank adds up its own losses and
-# labels, and one all-reduce after the loop adds up all ranks' sums.
+# DistributedSampler would repeat some. Instead, batches as large as a share are dealt to the ranks.
+# If 25 samples make batches of 6, 6, 6, 6 and 1, rank 0 of 2 gets three and rank 1 two. Of 9, 9 and
+# 7, rank 3 of 4 gets none. So a collective in the loop may fail or hang. Each rank adds up its own
+# losses and labels, and one all-reduce after the loop adds up all ranks' sums.
 #
 # BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
 # and each moves them by its samples. Rank 0's are saved, so evaluate() first gives them to all.
 #
 # To break it, leave out `sync_buffers(net)` in evaluate(). With steps of 12 samples, how many of
-# the 25 are evaluated with statistics that are not the saved net's, on 1 rank and on 2?
+# the 25 are evaluated with buffers that are not the saved net's, on 1 rank and on 2?
 # Then on 1 rank none are. On 2 ranks rank 1's 12 are, so the job prints 1.0420, not 1.0415.
 def net_with_state():
     """Return a net that trains with batch statistics, buffers of its own and random numbers."""
