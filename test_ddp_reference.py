@@ -9,8 +9,8 @@ lesson what its title names in brackets.
 
 "To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
 "Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read its
-message, and undo it. `bash run.sh` shows none of the faults of Lessons 1 to 5. GPUs may give
-other numbers.
+message, and undo the change. `bash run.sh` shows none of the faults of Lessons 1 to 5. GPUs may
+give other numbers.
 """
 
 import contextlib
@@ -80,8 +80,8 @@ def setUpModule():
 
 # ---- Lesson 0: the machine
 # Can this machine add? In training a wrong sum passes for noise, but one of integers shows.
-# Here run_job(), below the lessons, starts a rank for each GPU, but at least two. Rank r lists r,
-# r + 1, r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
+# Here run_job(), far below, starts a rank for each GPU, but at least two. Rank r lists r, r + 1,
+# r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
 #
 # To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong?
 # Then rank r of 2 has i + r, not 2 * i + 1: all are wrong on rank 0, and all but one on rank 1.
