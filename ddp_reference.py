@@ -1,28 +1,36 @@
-"""Data-parallel training with PyTorch in one file: run it, read it, copy it and edit your copy.
+"""Train a net on several GPUs with PyTorch, in one file to run, read, copy and edit.
 
-    bash run.sh         # one process per GPU, or two on the CPU (options: --help)
-    torchrun --standalone --nproc-per-node=4 ddp_reference.py
+    bash run.sh    # a process for each GPU, or two on the CPU (bash run.sh --help: the options)
+    torchrun --standalone --nproc-per-node=4 ddp_reference.py    # the same by PyTorch's launcher
 
-Several processes run this file. Each has a number from 0, its rank; their count is the world size.
-Every rank holds a copy of the net. A step's global batch is cut into shares, dealt to the ranks.
-Each rank computes the gradients of its shares, one after the other, and DistributedDataParallel
-(DDP) combines those of all ranks. Then all take the same optimizer step, so their copies stay
-equal. (That is chapters 1 to 5. Read a helper, in 6 to 8, when you meet its call.)
+Here the number of processes changes the speed of a training, but not its result. So you can debug
+on one GPU what went wrong on eight, compare runs of different machines, and go on with four GPUs
+when the others fail. In most scripts it changes the result as well, because it changes which
+samples are computed together, and so the BatchNorm statistics, and the random numbers.
 
-Some calls, the collectives, need every rank. An all-reduce gives every rank the sum of all ranks'
-tensors, an all-gather gives every rank all the tensors, and a broadcast gives every rank the tensor
-of one rank. If a rank skips a collective, the others wait for it, or their call pairs with its next
-collective, and data get mixed up. RANKS MEET marks collectives (NCCL's on GPUs, gloo's on CPUs).
-RANKS DIFFER marks where ranks begin to differ.
+Each process has a number, its rank, and the number of processes is the world size. Every rank holds
+a copy of the net. The samples of a step, its global batch, are cut into a fixed number of shares
+(--shares), which are dealt to the ranks. A rank runs a backward pass for each of its shares, one
+after the other, which adds up their gradients. During the last pass, DistributedDataParallel (DDP)
+averages the gradients of all ranks. Then all ranks take the same optimizer step. So the copies, to
+which DDP has first given rank 0's weights, stay equal.
 
-The number of ranks changes the speed of a training, and its result only by rounding (more with
---amp, or with a bias before BatchNorm under Adam), because a share has the samples, random numbers
-and BatchNorm statistics that it would have on a rank of its own. Exceptions are nets that call
-collectives, as nn.SyncBatchNorm does, or change state that state_dict() lacks. A killed job goes on
-if started again with the same --checkpoint, on any number of ranks that divides the shares.
+This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
+share depend only on its number, and not on the rank. So any number of ranks that divides --shares
+gives the same result, except for rounding, which grows over the steps. With as many ranks as shares
+it is the result of DDP alone.
+
+RANKS MEET marks collectives: calls that all ranks must make, in the same order. An all-reduce gives
+every rank the sum of all ranks' tensors, and a broadcast gives every rank the tensor of one rank.
+If a rank skips a collective, the others wait for it until --timeout ends the job. RANKS DIFFER
+marks lines in which a rank does something of its own. The result depends on the number of ranks if
+a net calls collectives itself, as nn.SyncBatchNorm does, or has state that is neither a parameter
+nor a buffer.
+
+The file ends with main(), which starts the ranks. Each of them calls run_rank(), which calls
+train(). Before that come your task, which you edit, and the data.
 """
 
-import ctypes
 import faulthandler
 import os
 import random
@@ -31,149 +39,135 @@ import sys
 import tempfile
 import time
 import warnings
-import zipfile
-import zlib
-from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-# Unused, but if PyTorch imports it later, gloo may crash at exit (pytorch/pytorch#190489).
-import torch.distributed.nn
+import torch.distributed.nn  # If PyTorch imports it later, gloo may crash: pytorch/pytorch#190489
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 
 # ---- 1. Your task: the data, the net, the loss, the learning rate, the options. Edit this chapter.
 class SyntheticDataset(TensorDataset):
-    """Random signals x, float32 (3, length), with labels y, int64 (length,): y[t] is the channel
-    whose mean over t - 1, t and t + 1 is largest.
+    """Random x, float32 (3, L), and labels y, int64 (L,).
+
+    The label of a position is the channel whose mean over it and its two neighbours is largest.
     """
 
     def __init__(self, num_samples, length, seed):
         x = torch.randn(num_samples, 3, length, generator=torch.Generator().manual_seed(seed))
-        super().__init__(x, F.avg_pool1d(x, 3, stride=1, padding=1).max(1).indices)
+        local_means = F.avg_pool1d(x, kernel_size=3, stride=1, padding=1)
+        super().__init__(x, local_means.max(dim=1).indices)
 
 
 class ConvNet(nn.Sequential):
-    """Three Conv1d layers with BatchNorm1d: float32 (N, 3, L) to logits (N, 3, L)."""
+    """Conv1d layers with BatchNorm1d: float32 (N, 3, L) to logits (N, 3, L)."""
 
     def __init__(self):
-        layers = []
-        for in_channels, out_channels in ((3, 16), (16, 32), (32, 3)):
-            # BatchNorm would remove any bias of the convolution.
-            conv = nn.Conv1d(in_channels, out_channels, 3, padding=1, bias=False)
-            layers += [conv, nn.BatchNorm1d(out_channels), nn.ReLU()]
-        super().__init__(*layers[:-1])  # After the logits there is no ReLU.
-
-
-SUMS = ("labels", "loss", "accuracy")  # The first divides the others, and the second is minimized.
-
-
-def count_labels(y):
-    """Return the number of labels, a tensor (). y: int64 (N, ...), where -100 means no label."""
-    return (y != -100).sum()
-
-
-def batch_sums(output, y):
-    """Return the SUMS of a batch: float64 (len(SUMS),).
-
-    output: logits (N, C, ...). y: int64 (N, ...). Sums of batches can be added up. Means cannot,
-    because the numbers of labels differ.
-    """
-    output = output.to(torch.promote_types(output.dtype, torch.float32))  # bfloat16 is too coarse.
-    loss = F.cross_entropy(output, y, reduction="sum")
-    predicted = output.max(1).indices  # argmax() is slower on a CPU.
-    return torch.stack([count_labels(y), loss.double(), (predicted == y).sum()])
-
-
-def lr_factor(args, epochs_done):
-    """Return what multiplies the optimizer's learning rates when, say, 2.5 epochs are done."""
-    return 1  # With a warm-up: min(1, epochs_done + 0.1)
+        super().__init__(
+            nn.Conv1d(3, 16, 3, padding=1, bias=False),  # BatchNorm would remove a bias.
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Conv1d(16, 32, 3, padding=1, bias=False),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Conv1d(32, 3, 3, padding=1),
+        )
 
 
 def make_task(args, device):
-    """Return (train_set, val_set, net, optimizer), with the net on the device.
-
-    An item is a tuple of tensors, of which the last is y. Reading one may draw random numbers from
-    the global generators, which are seeded before each item (chapter 7), or from one that is seeded
-    by its index. The global ones are seeded before this call, too, so all ranks make the same net.
-    Each epoch sets train mode, in frozen layers, too.
-    """
+    """Return (train_set, val_set, net, optimizer). All ranks must make the same."""
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(125, args.length, args.seed + 1)
     net = ConvNet().to(device)
     return train_set, val_set, net, torch.optim.Adam(net.parameters(), lr=args.lr)
 
 
-def positive_int(text):
-    """Return int(text). Raises ValueError, which argparse reports, if it is below 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def lr_factor(args, epochs_done):
+    """Return what multiplies the optimizer's learning rates when, say, 2.5 epochs are done."""
+    return 1.0  # With a warm-up: min(1.0, epochs_done + 0.1)
 
 
-def parse_args():
-    """Return (args, refuse). refuse(message) prints one line and exits with status 2."""
-    parser = ArgumentParser(usage=SUPPRESS, formatter_class=ArgumentDefaultsHelpFormatter)
-    add = partial(parser.add_argument, type=positive_int)
+METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The first is minimized.
+
+
+def count_labels(batch):
+    """Return the number of labels in a batch: an int, or a tensor of shape (). -100 is no label."""
+    x, y = batch
+    return (y != -100).sum()
+
+
+def batch_sums(model, batch, amp):
+    """Return the METRICS, summed over the labels of a batch: float64 (2,).
+
+    Sums of batches can be added up. Means cannot, because batches have unequal numbers of labels.
+    """
+    device = next(model.parameters()).device
+    x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        logits = model(x)
+    loss = F.cross_entropy(logits.float(), y, reduction="sum")  # bfloat16 is too coarse for sums.
+    correct = (logits.max(dim=1).indices == y).sum()  # On a CPU, argmax() is ten times slower.
+    return torch.stack([loss.double(), correct.double()])
+
+
+def make_parser():
+    """Return the parser of the command line."""
+    parser = ArgumentParser(usage=SUPPRESS)  # So an error is one line.
+    add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
-    add("--nproc-per-node", default=nproc, help="processes to start")
-    add("--num-workers", type=int, default=0, help="readers of a rank, at least one a share")
-    add("--epochs", default=6, help="passes over the training data")
-    add("--global-batch-size", default=240, help="samples in a step, over all ranks")
-    add("--shares", default=nproc if 8 % nproc else 8, help="parts of a step, dealt out to ranks")
-    add("--lr", type=float, default=0.01, help="learning rate")
-    add("--clip-grad-norm", type=float, default=0, help="norm to clip to; 0: do not clip")
-    add("--seed", type=int, default=0, help="of all random numbers")
-    # realpath: saving replaces the file that a link names, not the link.
-    add("--checkpoint", type=os.path.realpath, help="a file: resume from it, or make it")
-    add("--checkpoint-every", help="also write it every so many steps of an epoch")
-    add("--log-every", default=50, help="steps of an epoch between lines")
-    add("--timeout", default=600, help="end the job after so many seconds without a batch")
-    add("--num-samples", default=1200, help="of the synthetic data")
-    add("--length", default=1000, help="of a synthetic signal")
-    parser.add_argument("--amp", action="store_true", help="run under bfloat16 autocast")
-    return parser.parse_args(), parser.error
+    add("--nproc-per-node", type=int, default=nproc, help="processes (here %(default)s)")
+    add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
+    add("--epochs", type=int, default=6, help="passes over the data (%(default)s)")
+    add("--global-batch-size", type=int, help="samples in a step (about 240)")
+    add("--shares", type=int, help="parts of a step (8 if the ranks divide 8)")
+    add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
+    add("--clip-grad-norm", type=float, default=0.0, help="norm to which gradients are clipped")
+    add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
+    add("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
+    add("--checkpoint", help="file to which the job is saved, and from which it goes on")
+    add("--checkpoint-every", type=int, help="save also every so many steps of an epoch")
+    add("--log-every", type=int, default=4, help="print every so many steps (%(default)s)")
+    add("--timeout", type=int, default=600, help="seconds to wait for ranks (%(default)s)")
+    add("--num-samples", type=int, default=1200, help="synthetic signals (%(default)s)")
+    add("--length", type=int, default=1000, help="length of a signal (%(default)s)")
+    return parser
 
 
-# ---- 2. Which samples a rank reads
+# ---- 2. The data: which samples a rank reads, and which random numbers are drawn for them
 class DistributedSampler(Sampler):
-    """Like PyTorch's DistributedSampler, but it can go on in the middle of an epoch.
+    """Deal the samples of an epoch to the ranks, as PyTorch's DistributedSampler does.
 
-    Let W be num_replicas (by default the world size) and B the global batch size. All ranks draw
-    one order from seed + epoch, and rank r (by default the process group's) reads its positions r,
-    r + W, r + 2W, ... If each loader makes batches of B / W, then the k-th batches of all ranks are
-    together the positions k*B to k*B + B - 1, whatever W is. If W does not divide the dataset, the
-    first samples are repeated, or with drop_last the last ones left out. Raises ValueError for a
-    rank that does not exist.
+    This one can also begin in the middle of an epoch. All W ranks (num_replicas) shuffle alike, by
+    seed + epoch, and rank r reads the positions r, r + W, r + 2W, ... of that order. So if each
+    reads B / W samples, these are together the next B samples of the order, whatever W is. If W
+    does not divide the data set, the first samples of the order are read again, or with drop_last
+    the last ones are left out.
     """
 
     def __init__(
         self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False
     ):
         self.dataset = dataset
-        self.num_replicas = num_replicas or dist.get_world_size()
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"there is no rank {self.rank} of {self.num_replicas}")
         self.shuffle = shuffle
         self.seed = seed
-        self.drop_last = drop_last
         round_up = 0 if drop_last else self.num_replicas - 1
-        self.num_samples = (len(dataset) + round_up) // self.num_replicas
-        self.total_size = self.num_samples * self.num_replicas
+        self.num_samples = (len(dataset) + round_up) // self.num_replicas  # of this rank
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the epoch's order, and skip its first samples_read samples, a multiple of W."""
+        """Choose the order of an epoch, of which all ranks together have read samples_read."""
         if samples_read % self.num_replicas:
             raise ValueError(f"{self.num_replicas} ranks cannot have read {samples_read} samples")
         self.epoch = epoch
@@ -186,421 +180,398 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = range(len(self.dataset))
         if self.shuffle:
-            if self.was_read:  # PyTorch's sampler says nothing (pytorch/pytorch#31771).
+            if self.was_read:  # Without set_epoch(), all epochs repeat it (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            # int32 takes 4 bytes a sample, and a memoryview is quick to index.
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            order = memoryview(order.numpy())
-        for position in range(self.samples_read + self.rank, self.total_size, self.num_replicas):
+            order = memoryview(order.numpy())  # A list takes nine times the memory of int32.
+        total_size = self.num_samples * self.num_replicas
+        for position in range(self.samples_read + self.rank, total_size, self.num_replicas):
             yield order[position % len(order)]  # RANKS DIFFER in the position.
 
 
-# ---- 3. A step, and evaluation
-def forward(model, batch, amp):
-    """Return batch_sums() of a batch: a sequence of tensors, of which the last is y."""
-    device = next(model.parameters()).device
-    *inputs, y = (tensor.to(device, non_blocking=True) for tensor in batch)
-    with torch.autocast(device.type, torch.bfloat16, amp):
-        return batch_sums(model(*inputs), y)
+class ShareBatchSampler(Sampler):
+    """The batches of this rank's shares, step by step, as lists of (epoch, index).
 
-
-@torch.no_grad()
-def sync_buffers(net, joined=None):
-    """Give the net the buffers of rank 0, such as the statistics of BatchNorm.
-
-    Returns them joined, as bytes. Given these, it sets them again. Those that state_dict() lacks
-    stay as they are, because their sizes may differ by rank.
+    Of 8 shares, share s has the positions s, s + 8, s + 16, ... of a step. If rank 1 of 2 computes
+    it, say with s = 5, the rank reads the positions 1, 3, 5, 7, ... of the step. So share 5 begins
+    at the rank's sample 5 // 2, which is position 5, and has every fourth sample from there on.
     """
-    saved = net.state_dict()
-    buffers = [buffer for name, buffer in net.named_buffers() if name in saved]
-    if not buffers:
-        return None
-    # A view() needs aligned bytes, so longer dtypes come first.
-    buffers.sort(key=torch.Tensor.element_size, reverse=True)
-    if joined is None:  # One tensor is sent faster than many.
-        joined = torch.cat([buffer.ravel().view(torch.uint8) for buffer in buffers])
-        dist.broadcast(joined, src=0)  # RANKS MEET
-    for buffer, part in zip(buffers, joined.split([buffer.nbytes for buffer in buffers])):
-        buffer.copy_(part.view(buffer.dtype).view_as(buffer))
-    return joined
+
+    def __init__(self, sampler, shares, share_size):
+        self.sampler = sampler
+        self.shares = shares
+        self.share_size = share_size
+
+    def __iter__(self):
+        batch_size = len(self.shares) * self.share_size
+        for indices in BatchSampler(self.sampler, batch_size, drop_last=True):
+            for share in self.shares:
+                first = share // self.sampler.num_replicas
+                yield [(self.sampler.epoch, index) for index in indices[first :: len(self.shares)]]
 
 
-def train_step(model, optimizer, shares, seed=None, clip_grad_norm=0, amp=False):
-    """Take one optimizer step from this rank's shares of the global batch.
-
-    shares: batches, as many on every rank. seed: if given, seed_generators(*seed, s) is called
-    before share s. The gradient is that of the mean loss over all labels of the global batch.
-    Returns batch_sums() of the global batch. With pinned batches, nothing waits for the GPU. Raises
-    TypeError unless model is a DDP model, and each batch a tuple or list of tensors.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError("train_step() needs DistributedDataParallel(net)")
-    if not all(isinstance(s, (tuple, list)) and all(map(torch.is_tensor, s)) for s in shares):
-        raise TypeError("shares must be batches: each a tuple or list of tensors, with y last")
-
-    # Count the labels of the global batch. Their sum arrives during the first forward pass.
-    device = next(model.parameters()).device
-    num_labels = sum(count_labels(share[-1]) for share in shares).double()
-    num_labels = num_labels.to(device, non_blocking=True)
-    counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    total, buffers = 0, None
-    for index in reversed(range(len(shares))):
-        # Each share begins with the buffers that rank 0 had before the step. Share 0 is last, and
-        # rank 0 keeps what it leaves. With one share a rank, DDP alone does the same.
-        buffers = sync_buffers(model.module, buffers)  # RANKS MEET at the first turn.
-        if seed:
-            seed_generators(*seed, rank + index * world_size)  # RANKS DIFFER in dropout.
-        # Gradients add up, and DDP all-reduces them in the last backward pass.
-        with model.no_sync() if index else nullcontext():
-            sums = forward(model, shares[index], amp)
-            counting.wait()
-            # DDP averages the gradients over the ranks. Times the world size, this is their sum,
-            # and divided by the number of labels, the gradient of the mean over all labels
-            # (huggingface/transformers#34242). Without labels the gradient is 0.
-            scale = world_size / num_labels.clamp(min=1e-9)
-            (sums[1] * scale).backward()  # RANKS MEET at the last turn.
-        total += sums.detach()
-    dist.all_reduce(total)  # RANKS MEET
-
-    if clip_grad_norm > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-    optimizer.step()
-    model.zero_grad()  # Parameters that the optimizer lacks have gradients, too.
-    return total
-
-
-@torch.no_grad()
-def evaluate(net, batches, amp=False):
-    """Return the batch_sums() over all ranks' batches. net: not the DDP model. Sets eval mode."""
-    sync_buffers(net)  # RANKS MEET
-    net.eval()
-    total = next(net.parameters()).new_zeros(len(SUMS), dtype=torch.float64)
-    for batch in batches:  # Their number may differ by rank, so here is no collective.
-        total += forward(net, batch, amp)
-    dist.all_reduce(total)  # RANKS MEET
-    return total
-
-
-def named_means(sums, prefix=""):
-    """Return the means of SUMS over the labels as a text: "loss 0.50000 accuracy 0.75000"."""
-    means = sums[1:] / sums[0]
-    return " ".join(f"{prefix}{name} {mean:#.5g}" for name, mean in zip(SUMS[1:], means))
-
-
-@torch.no_grad()
-def check_copies(net):
-    """Raise RuntimeError, on a rank whose parameters differ from those of rank 0.
-
-    DDP averages only the gradients of parameters that required them when it was made. Rounding is
-    no error: kinds of GPUs differ in it.
-    """
-    for name, parameter in net.named_parameters():
-        expected = parameter.contiguous().clone()
-        dist.broadcast(expected, src=0)  # RANKS MEET
-        if not torch.allclose(parameter, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise RuntimeError(f"the ranks' {name} differ: unused, unfrozen late, model.module()?")
-
-
-# ---- 4. The loop
-def make_loaders(args, train_set, val_set):
-    """Return this rank's (train_loaders, val_loader). Each of its shares has a train loader."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if len(train_set) < args.global_batch_size:
-        raise ValueError("--global-batch-size is larger than the training set")
-    share_size = args.global_batch_size // args.shares
-    options = {
-        "num_workers": -(-args.num_workers * world_size // args.shares),  # rounded up
-        "persistent_workers": args.num_workers > 0,  # Starting workers takes seconds.
-        "worker_init_fn": end_with_parent,
-        "pin_memory": torch.cuda.is_available(),
-    }
-    # Share s of S reads what rank s of S would read.
-    train_loaders = []
-    for share in range(rank, args.shares, world_size):  # RANKS DIFFER
-        sampler = DistributedSampler(train_set, args.shares, share, seed=args.seed, drop_last=True)
-        loader = DataLoader(train_set, share_size, sampler=sampler, drop_last=True, **options)
-        train_loaders.append(loader)
-    # A DistributedSampler would repeat samples here, which falsifies the means
-    # (pytorch/pytorch#25162). Instead each rank takes every world_size-th batch.
-    starts = range(rank * share_size, len(val_set), world_size * share_size)  # RANKS DIFFER
-    val_batches = [range(len(val_set))[start : start + share_size] for start in starts]
-    options["num_workers"] = args.num_workers
-    return train_loaders, DataLoader(val_set, batch_sampler=val_batches, **options)
-
-
-def train(args, device):
-    """Train and evaluate. Every rank runs this."""
-    rank, path = dist.get_rank(), args.checkpoint
-
-    # Make the same task on every rank.
-    seed_generators(args.seed)
-    train_set, val_set, net, optimizer = make_task(args, device)
-    train_set, val_set = SeededItems(train_set, args.seed), SeededItems(val_set, args.seed + 1)
-    train_loaders, val_loader = make_loaders(args, train_set, val_set)
-    base_lrs = [group["lr"] for group in optimizer.param_groups]  # before resume() changes them
-
-    # Go on where the checkpoint ends. Its sums let the printed means cover the whole epoch.
-    parts = {"net": net, "optimizer": optimizer}  # An average of the net would be one more part.
-    identity = identify(args, train_set, net, optimizer)
-    first_epoch, samples_read, sums = resume(path, identity, parts)  # RANKS MEET
-    sums = sums.to(device)
-    model = DistributedDataParallel(net)  # RANKS MEET: all get the parameters of rank 0.
-    model.broadcast_buffers = False  # train_step() does. (DDP's argument is deprecated since 2.13.)
-    if rank == 0:  # RANKS DIFFER
-        if first_epoch or samples_read:
-            print(f"resuming {path} at epoch {first_epoch}/{args.epochs}, sample {samples_read}")
-        if path:  # A failure is better told now than after an epoch.
-            save_checkpoint(path, identity, parts, (first_epoch, samples_read, sums))
-
-    for epoch in range(first_epoch, args.epochs):
-        for loader in train_loaders:
-            loader.sampler.set_epoch(epoch, samples_read)  # Otherwise all epochs have one order.
-        train_set.epoch.fill_(epoch)  # for random items (chapter 7)
-        start_time = time.perf_counter()
-        samples_at_start = samples_read
-        model.train()
-        for shares in watched(zip(*train_loaders), args.timeout):  # a batch of each share
-            factor = lr_factor(args, epoch + samples_read / len(train_set))
-            for group, lr in zip(optimizer.param_groups, base_lrs):
-                group["lr"] = lr * float(factor)
-            seed = args.seed, epoch, samples_read
-            sums += train_step(  # RANKS MEET
-                model, optimizer, shares, seed, args.clip_grad_norm, args.amp
-            )
-            samples_read += args.global_batch_size
-            step = samples_read // args.global_batch_size
-            if rank == 0:  # RANKS DIFFER
-                if args.checkpoint_every and step % args.checkpoint_every == 0:
-                    save_checkpoint(path, identity, parts, (epoch, samples_read, sums))
-                if step % args.log_every == 0:
-                    print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named_means(sums)}")
-
-        means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
-        speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
-        check_copies(net)  # RANKS MEET here and in evaluate().
-        val_means = named_means(evaluate(net, watched(val_loader, args.timeout), args.amp), "val_")
-        samples_read = 0
-        sums.zero_()
-        if rank == 0:  # RANKS DIFFER
-            if path:
-                save_checkpoint(path, identity, parts, (epoch + 1, 0, sums))
-            print(f"epoch {epoch} | {means} | {val_means} | {speed:.1f} samples/s")
-
-
-# ---- 5. The processes
-def run_rank(rank, world_size, args, init_method):
-    """Run one rank: choose its device, join the process group that init_method names, train."""
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # on this machine
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn() takes KeyboardInterrupt for success.
-    faulthandler.enable()  # A crash in C code prints its stack.
-    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach files late.
-    num_gpus = torch.cuda.device_count()
-    device = torch.device("cpu")
-    if num_gpus:
-        device = torch.device(f"cuda:{local_rank % num_gpus}")  # RANKS DIFFER
-        torch.cuda.set_device(device)
-    if world_size == local_world_size:  # One machine, so the loopback interface is enough.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if local_world_size > num_gpus:  # NCCL lets ranks share a GPU if each seems to be a machine.
-        os.environ["NCCL_HOSTID"] = f"{rank}"
-    backend = "nccl" if num_gpus else "gloo"
-    timeout = timedelta(seconds=args.timeout + 20)  # The watchdog (chapter 8) acts earlier.
-    dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
-    restart_watchdog(args.timeout)
-    if rank == 0:  # RANKS DIFFER
-        shares = f"global batch size {args.global_batch_size} in {args.shares} shares"
-        print(f"ddp on {backend}, world size {world_size}, {shares}, torch {torch.__version__}")
-        if 0 < num_gpus < local_world_size:
-            warnings.warn("ranks share GPUs, which is slow: start fewer, or let each see all GPUs")
-    train(args, device)
-    # train() has freed the DDP model, which may hang if it outlives the group. After an exception
-    # the group stays, as destroying it could wait for other ranks (pytorch/torchtitan#1342).
-    dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
-
-
-def main():
-    """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks."""
-    args, refuse = parse_args()
-    under_torchrun = "LOCAL_RANK" in os.environ
-    if ("RANK" in os.environ) != under_torchrun:
-        refuse("RANK or LOCAL_RANK is set alone: unset it, or start torchrun on each machine")
-    world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.nproc_per_node
-    batch_size = args.global_batch_size
-    if args.shares % world_size or batch_size % args.shares:
-        works = f"--shares {world_size} --global-batch-size {batch_size + -batch_size % world_size}"
-        refuse(f"the processes must divide the shares, and these the global batch: try {works}")
-    if args.checkpoint_every and not args.checkpoint:
-        refuse("--checkpoint-every needs --checkpoint")
-
-    if under_torchrun:
-        # A loader worker forked from a rank, which has threads, may hang (see DDP's documentation).
-        mp.set_start_method("spawn")
-        return run_rank(int(os.environ["RANK"]), world_size, args, "env://")
-    # Without this, each rank would use all cores.
-    os.environ.setdefault("OMP_NUM_THREADS", f"{torch.get_num_threads() // world_size or 1}")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            # The ranks find each other by a file. A port could be taken (pytorch/pytorch#126510).
-            mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
-    except KeyboardInterrupt:
-        os._exit(130)  # sys.exit() would wait for the ranks, which end when this process does.
-
-
-# ---- 6. Checkpoints
-def identify(args, train_set, net, optimizer):
-    """Return texts that must be equal on all ranks, and in the run that wrote a checkpoint.
-
-    A checksum of norms of the tensors and numbers in eight samples stands for the data. Raises
-    ValueError if a sample differs when read again, or the net lacks a parameter of the optimizer.
-    """
-    indices = np.random.default_rng(0).integers(len(train_set), size=8).tolist()
-    # In a worker, if there are any: a file opened here could not be sent to them.
-    options = {"num_workers": min(args.num_workers, 1), "worker_init_fn": end_with_parent}
-    norms = []
-    for item in DataLoader(train_set, None, sampler=indices * 2, **options):
-        parts = item if isinstance(item, list) else [item]  # The loader makes tuples lists.
-        numbers = [torch.as_tensor(x) for x in parts if isinstance(x, (torch.Tensor, int, float))]
-        norms.append([f"{x.double().norm():.6g}" for x in numbers])
-    if norms[:8] != norms[8:]:
-        raise ValueError("an item differs when read again: make_task() says what it may draw")
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    parameters = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
-    if None in parameters:
-        raise ValueError("the optimizer has a parameter that the net lacks: add it to the net")
-    data = zlib.crc32(repr(norms).encode())
-    options = [f"{args.seed=}", f"{args.global_batch_size=}", f"{args.shares=}"]
-    task = [f"{len(train_set)=}", f"{data=}", f"{SUMS=}", f"optimizer {type(optimizer).__name__}"]
-    return [*options, *task, f"{parameters=}"]
-
-
-def save_checkpoint(path, identity, parts, progress):
-    """Write a checkpoint, on rank 0 alone. A crash leaves the old file or the new one, never half.
-
-    identity: texts that resume() compares. parts: a dictionary of objects with a state_dict().
-    progress: (epoch, samples_read, sums). Raises FloatingPointError if the net holds a nan, and
-    OSError if the file cannot be written or loaded again. Then the old file stays.
-    """
-    states = {name: part.state_dict() for name, part in parts.items()}
-    for name, value in states["net"].items():
-        if torch.is_tensor(value) and value.isnan().any():
-            raise FloatingPointError(f"{name} holds a nan, so nothing was written to {path}")
-    try:
-        # If two jobs have one checkpoint, each writes in a folder of its own.
-        with tempfile.TemporaryDirectory(".tmp", dir=os.path.dirname(path)) as folder:
-            temporary = f"{folder}/checkpoint"
-            with open(temporary, "wb") as file:
-                torch.save({"identity": identity, "progress": progress, **states}, file)
-                file.flush()
-                os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
-            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # as resume()
-            os.replace(temporary, path)
-    except Exception as error:
-        raise OSError(f"nothing was written to {path}: {error}") from error
-
-
-def resume(path, identity, parts):
-    """Load the checkpoint, if there is one, and return (epoch, samples_read, sums).
-
-    Without a file, all three are zero. sums is float64 (len(SUMS),) on the CPU. No code in the file
-    is run, from PyTorch 2.6 on (CVE-2025-32434). Raises ValueError if the file is damaged or of
-    another job, and RuntimeError if the ranks have unequal data or do not all find the file.
-    """
-    progress = 0, 0, torch.zeros(len(SUMS), dtype=torch.float64)
-    if path and os.path.exists(path):
-        try:
-            if zipfile.ZipFile(path).testzip():  # torch.load() does not compare checksums.
-                raise ValueError("a checksum is wrong")
-            # Without map_location the copies of all ranks land on GPU 0 (pytorch/pytorch#23138).
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            if others := [text for text in checkpoint["identity"] if text not in identity]:
-                raise ValueError(f"it is of a job with {', '.join(others)}")
-            for name, part in parts.items():
-                part.load_state_dict(checkpoint[name])
-            progress = checkpoint["progress"]
-        except Exception as error:
-            raise ValueError(f"cannot resume from {path}: {error!r:.200}") from error
-    texts = {*identity, *parts["net"].state_dict(), f"(epoch, sample) {progress[:2]}"}
-    reports = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, texts)  # RANKS MEET before rank 0 writes.
-    if unequal := set.union(*reports) - set.intersection(*reports):
-        raise RuntimeError(f"ranks differ in data or net, or lack {path}: {sorted(unequal)!s:.300}")
-    return progress
-
-
-# ---- 7. Random numbers
 def seed_generators(seed, *place):
-    """Seed the generators of PyTorch, NumPy and Python for a place in the training.
+    """Seed PyTorch, NumPy and Python, so that equal places in a training draw equal numbers.
 
-    It is (epoch, index) for an item, and (epoch, samples_read, its number) for a share. So no
-    checkpoint has to hold the state of a generator.
+    A place is some whole numbers, such as (epoch, index) for a sample and (epoch, samples_read,
+    share) for a share. So no checkpoint has to hold the states of generators.
     """
-    # Three seeds, because PyTorch and NumPy draw the same bits from the same seed.
+    # There are three seeds, because PyTorch and NumPy draw the same bits from the same seed.
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
-    # torch.manual_seed() takes 0.1 ms, which is too long for an item.
-    torch.default_generator.manual_seed(torch_seed)
-    if torch.cuda.is_initialized():  # in a rank on a GPU, not in loader workers
+    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() is too slow for an item.
+    if torch.cuda.is_initialized():  # in a rank that has a GPU, but not in its loader workers
         torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
     random.seed(python_seed)
 
 
 class SeededItems(Dataset):
-    """A dataset whose items draw the same random numbers on any number of ranks and workers.
+    """A data set whose samples draw random numbers, as augmentation does, by epoch and index.
 
-    The numbers follow from the seed, the epoch and the index. epoch.fill_(3) sets the epoch.
+    It is indexed by (epoch, index), so that loader workers know the epoch. It seeds the global
+    generators, without workers those of the rank itself.
     """
 
     def __init__(self, dataset, seed):
         self.dataset = dataset
         self.seed = seed
-        self.epoch = torch.tensor(0).share_memory_()  # Loader workers see it change.
 
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        seed_generators(self.seed, self.epoch.item(), index)
+    def __getitem__(self, place):
+        epoch, index = place
+        seed_generators(self.seed, epoch, index)
         return self.dataset[index]
 
 
-# ---- 8. Hangs, and processes that are left over
-def end_with_parent(worker_id=None):
-    """Have Linux kill this process, a rank or a loader worker, when its parent ends.
+def make_loaders(args, shares, train_set, val_set):
+    """Return this rank's (sampler, train_loader, val_loader)."""
+    if args.global_batch_size > len(train_set):
+        raise ValueError(f"--global-batch-size is larger than the {len(train_set)} samples")
+    share_size = args.global_batch_size // args.shares
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_batches = ShareBatchSampler(sampler, shares, share_size)
+    # A DistributedSampler would read some samples twice, which falsifies validation
+    # (pytorch/pytorch#25162). Instead, each rank takes every world_size-th batch.
+    starts = range(0, len(val_set), share_size)[dist.get_rank() :: dist.get_world_size()]
+    val_batches = []  # RANKS DIFFER
+    for start in starts:
+        indices = range(len(val_set))[start : start + share_size]
+        val_batches.append([(0, index) for index in indices])
 
-    mp.spawn() sends ranks only SIGINT, which background jobs (&) ignore, and loader workers
-    notice the end after seconds.
+    options = {"pin_memory": torch.cuda.is_available()}
+    if args.num_workers > 0:
+        # A worker forked from a rank, which has threads, may hang (see DDP's documentation).
+        options |= {"multiprocessing_context": "spawn", "timeout": args.timeout}
+    train_loader = DataLoader(
+        SeededItems(train_set, args.seed),
+        batch_sampler=train_batches,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,  # Starting them takes seconds.
+        **options,
+    )
+    val_loader = DataLoader(
+        SeededItems(val_set, args.seed + 1),
+        batch_sampler=val_batches,
+        num_workers=min(args.num_workers, 2),  # They are started for each evaluation.
+        **options,
+    )
+    return sampler, train_loader, val_loader
+
+
+# ---- 3. Training
+def train(args, device):
+    """Train and evaluate. Every rank runs this function."""
+    rank, world_size, path = dist.get_rank(), dist.get_world_size(), args.checkpoint
+    seed_generators(args.seed)  # All ranks draw the same first weights.
+    train_set, val_set, net, optimizer = make_task(args, device)
+    initial_lrs = [group["lr"] for group in optimizer.param_groups]
+    # With 8 shares on 2 ranks, rank 0 computes the shares 6, 4, 2 and 0, and rank 1 computes 7, 5,
+    # 3 and 1. After a step all ranks get the buffers of rank 0, such as BatchNorm's running means.
+    # These must not depend on the number of ranks, so share 0 is always rank 0's last.
+    shares = range(rank, args.shares, world_size)[::-1]  # RANKS DIFFER
+    sampler, train_loader, val_loader = make_loaders(args, shares, train_set, val_set)
+
+    # All ranks must have the same settings, and so must the job that wrote the checkpoint.
+    settings = {"seed": args.seed, "shares": args.shares, "optimizer": type(optimizer).__name__}
+    settings |= {"global batch size": args.global_batch_size, "metrics": METRICS}
+    settings |= {"training samples": len(train_set), "validation samples": len(val_set)}
+    parts = {"net": net, "optimizer": optimizer}  # Add what else is to be saved, such as an EMA.
+    # The sums are those of the epoch so far: the number of labels, and then the batch_sums().
+    first_epoch, samples_read, sums = load_checkpoint(path, settings, parts)  # RANKS MEET
+    sums = sums.to(device)
+    if path and rank == 0:  # RANKS DIFFER
+        print(f"{path}: epoch {first_epoch}/{args.epochs}, sample {samples_read}/{len(train_set)}")
+    # If the file cannot be written, the job ends now, and not after an epoch.
+    save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
+
+    # model(x) returns what net(x) does, but its backward passes also average the gradients.
+    # (If shares may leave out parameters, DDP needs the argument find_unused_parameters=True.)
+    model = DistributedDataParallel(net)  # RANKS MEET: all get rank 0's parameters and buffers.
+    # DDP would broadcast the buffers before each forward pass, also between two shares. Instead,
+    # train_step() does it after a step, so that ranks evaluate and save with equal buffers. (This
+    # is no argument of DDP, because that is deprecated since PyTorch 2.13.)
+    model.broadcast_buffers = False
+
+    for epoch in range(first_epoch, args.epochs):
+        start_time, samples_at_start = time.perf_counter(), samples_read
+        sampler.set_epoch(epoch, samples_read)  # Without this, all epochs have the same order.
+        model.train()
+        # A for loop over the loader would take an item's StopIteration for the end of the epoch.
+        train_batches = iter(train_loader)
+        while samples_read + args.global_batch_size <= len(train_set):
+            factor = lr_factor(args, epoch + samples_read / len(train_set))
+            for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
+                group["lr"] = initial_lr * factor
+            batches = {share: next(train_batches) for share in shares}
+            seeds = (args.seed, epoch, samples_read)
+            # RANKS MEET
+            sums += train_step(model, optimizer, batches, seeds, args.clip_grad_norm, args.amp)
+            samples_read += args.global_batch_size
+            step = samples_read // args.global_batch_size
+            if args.checkpoint_every and step % args.checkpoint_every == 0:
+                save_checkpoint(path, settings, parts, epoch, samples_read, sums)
+            if rank == 0 and step % args.log_every == 0:  # RANKS DIFFER
+                print(f"epoch {epoch} | {samples_read}/{len(train_set)} | {named_means(sums)}")
+
+        means = named_means(sums)  # This waits for the GPU, so the clock is read after it.
+        speed = (samples_read - samples_at_start) / (time.perf_counter() - start_time)
+        check_copies(net)  # RANKS MEET
+        val_sums = evaluate(net, val_loader, args.seed, args.amp)  # RANKS MEET
+        val_means = named_means(val_sums, prefix="val_")
+        samples_read = 0
+        sums.zero_()
+        save_checkpoint(path, settings, parts, epoch + 1, samples_read, sums)
+        if rank == 0:  # RANKS DIFFER
+            print(f"epoch {epoch} | {means} | {val_means} | {speed:.1f} samples/s")
+
+
+def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
+    """Take one optimizer step. Return the global batch's number of labels and sums: float64 (3,).
+
+    The ranks meet four times: to count the labels, to average the gradients (in the last backward
+    pass), to share rank 0's buffers, and to add up the sums.
+
+    batches: {share: batch}. All ranks have equally many, and share 0 is the last one of rank 0.
+    seeds: the arguments of seed_generators(), to which the number of the share is added.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the signal to receive.
-    parent = mp.parent_process()
-    if parent and not parent.is_alive():  # It ended before this call.
-        os._exit(1)
+    net, device = model.module, next(model.parameters()).device
+    # A step minimizes the mean over all labels of the global batch. The mean of the ranks' means
+    # would weigh labels unequally (huggingface/transformers#34242).
+    num_labels = torch.as_tensor(sum(count_labels(batch) for batch in batches.values()))
+    num_labels = num_labels.to(device, torch.float64, non_blocking=True)
+    dist.all_reduce(num_labels)  # RANKS MEET
+    # The gradient is to be the sum over all shares, divided by num_labels. But DDP divides by the
+    # number of ranks, and below we divide by the number of this rank's shares. So the losses are
+    # multiplied by both numbers. (Without the second division, and the second factor, the gradient
+    # would be the same, but the values that hooks see would depend on the number of ranks.)
+    scale = dist.get_world_size() * len(batches) / num_labels.clamp(min=1e-9)  # if there are none
+
+    step_sums = 0
+    start_buffers = [buffer.clone() for buffer in net.buffers()] if len(batches) > 1 else []
+    model.zero_grad()  # Also gradients that another net's step has left, as in a GAN, are cleared.
+    for index, (share, batch) in enumerate(batches.items()):
+        if index > 0:  # All shares begin with the same buffers, such as BatchNorm's running means.
+            for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
+                buffer.copy_(start_buffer)
+        seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
+        # A backward pass adds to the gradients. The last one, which is not under no_sync(), also
+        # averages over the ranks what has been added up.
+        is_last = index == len(batches) - 1
+        with nullcontext() if is_last else model.no_sync():
+            share_sums = batch_sums(model, batch, amp)
+            loss = share_sums[0] * scale
+            loss.backward()  # RANKS MEET in the last one.
+        step_sums += share_sums.detach()
+    if len(batches) > 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(batches)
+
+    if clip_grad_norm > 0:  # All ranks have the same gradients now, and so the same norm.
+        nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+    optimizer.step()
+    broadcast_buffers(net)  # RANKS MEET: all get the buffers that share 0 left.
+    dist.all_reduce(step_sums)  # RANKS MEET
+    return torch.cat([num_labels.view(1), step_sums])
 
 
-def restart_watchdog(timeout):
-    """Start a clock anew. If it is not started again within timeout seconds, the job is ended.
+@torch.no_grad()
+def evaluate(net, loader, seed, amp=False):
+    """Return the number of labels and the sums over the batches of all ranks: float64 (3,).
 
-    First the ranks print their stacks, one rank after another, even if stuck in C code.
-    Rank 0, which may be saving alone, comes last, and exits. This ends the others.
+    net: the bare net, because calling the DDP model may be a collective. It stays in eval mode.
     """
-    rank = dist.get_rank()
-    faulthandler.dump_traceback_later(timeout + 3 / (rank + 1), exit=rank == 0)  # RANKS DIFFER
+    net.eval()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = next(net.parameters()).device
+    sums = torch.zeros(1 + len(METRICS), dtype=torch.float64, device=device)
+    batches = iter(loader)
+    # Ranks may have unequal numbers of batches, so there is no collective in the loop.
+    for index in range(len(loader)):
+        batch = next(batches)
+        seed_generators(seed, rank + index * world_size)  # RANKS DIFFER in the batch.
+        sums[0] += count_labels(batch)
+        sums[1:] += batch_sums(net, batch, amp)
+    dist.all_reduce(sums)  # RANKS MEET
+    return sums
 
 
-def watched(batches, timeout):
-    """Yield the batches, and restart the watchdog at each."""
-    for batch in batches:
-        restart_watchdog(timeout)
-        yield batch
+def named_means(sums, prefix=""):
+    """Return the means over the labels as a text: "loss 0.50000 accuracy 0.75000"."""
+    means = sums[1:] / sums[0]
+    return " ".join(f"{prefix}{name} {mean:#.5g}" for name, mean in zip(METRICS, means))
+
+
+@torch.no_grad()
+def broadcast_buffers(net):
+    """Give all ranks the buffers of rank 0. One broadcast for each dtype is faster than many."""
+    for dtype in dict.fromkeys(buffer.dtype for buffer in net.buffers()):
+        buffers = [buffer for buffer in net.buffers() if buffer.dtype == dtype]
+        joined = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.broadcast(joined, src=0)  # RANKS MEET
+        for buffer, part in zip(buffers, joined.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(part.view_as(buffer))
+
+
+@torch.no_grad()
+def check_copies(net):
+    """Raise RuntimeError if this rank's parameters differ from rank 0's, but for rounding.
+
+    They differ if a parameter was frozen when DDP was made, and is trained later, or if training
+    calls the bare net. (Different kinds of GPUs round differently.)
+    """
+    for name, parameter in net.named_parameters():
+        expected = parameter.contiguous().clone()
+        dist.broadcast(expected, src=0)  # RANKS MEET
+        if (parameter - expected).norm() > 1e-4 * expected.norm():
+            raise RuntimeError(
+                f"{name} differs from that of rank 0: its gradients are not averaged"
+            )
+
+
+# ---- 4. Checkpoints
+def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
+    """If there is a path, let rank 0 write a file. A crash leaves the old file or the new one.
+
+    parts: {name: net, optimizer or anything else with a state_dict()}.
+    """
+    if not path or dist.get_rank() > 0:  # RANKS DIFFER
+        return
+    checkpoint = {name: part.state_dict() for name, part in parts.items()}
+    for name, value in checkpoint["net"].items():
+        if torch.is_tensor(value) and value.isnan().any():
+            raise FloatingPointError(f"{name} holds a nan, so {path} was not written")
+    checkpoint |= {"settings": settings, "epoch": epoch, "samples_read": samples_read, "sums": sums}
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file)  # Otherwise a crash of the machine may leave an empty file.
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path, settings, parts):
+    """Load the file, and return its (epoch, samples_read, sums), or zeros if there is none.
+
+    Raises ValueError if the file is damaged or of another job, or if the ranks differ.
+    """
+    epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
+    checkpoint = None
+    if path:
+        try:  # mmap: the ranks of a machine share the memory.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except FileNotFoundError:
+            pass  # This is a new job. No other error may begin the job anew.
+        except Exception as error:
+            raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
+    if checkpoint:
+        file_settings = checkpoint.get("settings", {})
+        if file_settings != settings:
+            differing = dict(file_settings.items() - settings.items())
+            raise ValueError(f"{path} is of a job with other settings: {differing}")
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
+        sums = checkpoint["sums"]
+    # Perhaps only some ranks have found the file, or all of their data.
+    state = settings | {"epoch": epoch, "samples read": samples_read}
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
+    for rank, other in enumerate(states):
+        if other != states[0]:
+            differing = dict(other.items() - states[0].items())
+            raise ValueError(f"unlike rank 0, rank {rank} has {differing}")
+    return epoch, samples_read, sums
+
+
+# ---- 5. The processes
+def run_rank(rank, world_size, args, init_method):
+    """Run one rank: choose its device, connect it with the other ranks, and train."""
+    # Ctrl-C ends a rank at once. If the process that has started it dies, Linux ends it so, too.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()  # A crash in C code prints the stack.
+    # If a rank fails, the launcher ends the others by SIGTERM, and each first prints its stack.
+    faulthandler.register(signal.SIGTERM, chain=True)
+    sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the number on this machine
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cpu")
+    if num_gpus > 0:
+        device = torch.device("cuda", local_rank % num_gpus)  # RANKS DIFFER
+        torch.cuda.set_device(device)
+    backend = "nccl" if num_gpus > 0 else "gloo"  # They move tensors between GPUs, or CPUs.
+    if "LOCAL_RANK" not in os.environ and world_size > num_gpus:
+        # NCCL refuses ranks that share a GPU, unless they seem to be on different machines.
+        os.environ["NCCL_HOSTID"] = str(rank)
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
+    if rank == 0:  # RANKS DIFFER
+        shares = f"{args.shares} shares ({args.shares // world_size} a rank)"
+        batch = f"global batch size {args.global_batch_size} in {shares}"
+        print(f"ddp on {backend}, world size {world_size}, {batch}, torch {torch.__version__}")
+    train(args, device)
+    dist.destroy_process_group()
+
+
+def main():
+    """Run one rank if torchrun has started this process, otherwise start --nproc-per-node ranks."""
+    parser = make_parser()
+    args = parser.parse_args()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if 0 < len(missing) < len(names):
+        parser.error(f"set {', '.join(missing)}, too, as torchrun does, or none of {names}")
+    world_size = args.nproc_per_node if missing else int(os.environ["WORLD_SIZE"])
+
+    for name, value in vars(args).items():
+        least = 0 if name in ("seed", "num_workers") else 1
+        if type(value) is int and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    # With these defaults, any number of ranks can start.
+    args.shares = args.shares or (8 if 8 % world_size == 0 else world_size)
+    args.global_batch_size = args.global_batch_size or max(240 // args.shares, 1) * args.shares
+    if args.shares % world_size:
+        parser.error(f"{world_size} processes do not divide --shares {args.shares}")
+    if args.global_batch_size % args.shares:
+        parser.error(f"--shares {args.shares} must divide --global-batch-size")
+    if args.checkpoint_every and not args.checkpoint:
+        parser.error("--checkpoint-every needs --checkpoint")
+
+    if not missing:
+        run_rank(int(os.environ["RANK"]), world_size, args, "env://")
+        return
+    # By default each rank would use all cores, and listen on all networks.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # The ranks find each other by a file in it.
+            # Each calls run_rank() with its rank in front of these arguments.
+            mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
+    except KeyboardInterrupt:
+        os._exit(130)  # sys.exit() would wait for the ranks.
 
 
 if __name__ == "__main__":

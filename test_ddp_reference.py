@@ -1,20 +1,20 @@
-"""The guarantees of ddp_reference.py, and a command that tries them on your own job.
+"""The guarantees of ddp_reference.py, and two commands: `check` and `review`.
 
     bash run.sh test                 # all tests
     bash run.sh check my_job.py      # is this job the same on any number of processes?
+    bash run.sh review practice      # write faulty programs into the folder practice
 
 First come six lessons. Each compares what ranks do with something simpler, such as one process with
-the whole batch. Read the docstring of ddp_reference.py, which explains the words, and before each
-lesson what its title names in brackets.
+the whole batch. Read the docstring of ddp_reference.py first, which explains the words, and before
+each lesson the functions that its title names.
 
-"To break it" names a line of ddp_reference.py (in Lesson 0, of this file). Cover what follows
-"Then", and predict it. Change the line, run the lesson (`bash run.sh test -k Lesson2`), read its
-message, and undo the change. `bash run.sh` shows none of the faults of Lessons 1 to 5. GPUs may
-give other numbers.
+Each lesson ends with a line to change and a question. Predict the answer, change the line, run the
+lesson (`bash run.sh test -k Lesson2`), compare its message with your answer, and undo the change.
+The answers stand at the end of this file. A training with one of these faults looks normal, which
+is why a reviewer has to find them.
 """
 
 import contextlib
-import ctypes
 import io
 import logging
 import os
@@ -23,18 +23,18 @@ import re
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import time
 import unittest
-import warnings
 from argparse import REMAINDER, ArgumentParser
-from collections import Counter
 from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen
 from types import SimpleNamespace
 from unittest import TestCase, mock
 
@@ -44,24 +44,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import BatchSampler, DataLoader, default_collate, get_worker_info
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp_reference as ddp
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-TORCHRUN = "-m torch.distributed.run --standalone --local-addr=127.0.0.1"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 SOURCE = Path(ddp.__file__).read_text()
+GPUS = torch.cuda.device_count()
+# When a rank fails, mp.start_processes() raises one of these.
+FAILED = (mp.ProcessExitedException, mp.ProcessRaisedException)
+
 os.environ |= {
     "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restarts may hang
-    "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # Otherwise torchrun's restarts may hang.
+    "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU does.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
-    "KINETO_LOG_LEVEL": "9",  # or the profiler prints
+    "KINETO_LOG_LEVEL": "9",  # The profiler prints nothing.
 }
-GPUS = torch.cuda.device_count()
-FAILED = mp.ProcessExitedException, mp.ProcessRaisedException  # Another rank may raise first.
+# A cluster may have set these for jobs of its own.
+CLUSTER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+for variable in CLUSTER:
+    os.environ.pop(variable, None)
 
 
 def setUpModule():
@@ -72,63 +79,116 @@ def setUpModule():
     os.chdir(folder.name)
     os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
     logging.disable()  # PyTorch would log each rank that it ends.
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Otherwise & turns Ctrl-C off.
     if "-k" not in sys.argv:  # With -k, a test starts what it needs.
         for name in SLOW_PROGRAMS:
             start(name)
 
 
-# ---- Lesson 0: the machine
-# Can this machine add? In training a wrong sum passes for noise, but one of integers shows.
-# Here run_job(), far below, starts a rank for each GPU, but at least two. Rank r lists r, r + 1,
-# r + 2 and so on. With W ranks the sum at index i must be W * i + (0 + 1 + ... + W - 1).
+# ---- Lesson 0: the machine (5 seconds)
+# Can the processes of this machine add? In training a wrong sum looks like noise, but a wrong sum
+# of integers is plain. Rank r lists r, r + 1, r + 2 and so on. So with W ranks the sum at index i
+# is W * i + (0 + 1 + ... + W - 1). The lesson also prints how fast sums arrive. GPUs of one machine
+# should reach some 10 GB/s or more, and with NVLink 100 GB/s. Much less means that they talk
+# through the CPU or through sockets: NCCL_DEBUG=INFO tells why.
 #
-# To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong?
-# Then rank r of 2 has i + r, not 2 * i + 1: all are wrong on rank 0, and all but one on rank 1.
+# To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong on rank 0 of two,
+# and how many on rank 1? The message then begins with "AssertionError: 0 != 2".
 def add_up_integers(args, device):
-    """In place of train(): count the sums that are wrong."""
+    """In place of train(): count the sums that are wrong, and time sums of float32."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    integers = torch.arange(2**24, dtype=torch.int32, device=device)
+    integers = torch.arange(2**20, dtype=torch.int32, device=device)
     expected = world_size * integers + sum(range(world_size))
     total = integers + rank
     dist.all_reduce(total)
     wrong = (total != expected).sum().item()
     print(f"rank {rank} of {world_size} on {device}: {wrong} of {len(total)} sums are wrong")
 
+    for size in (4 * 2**10, 2**20, 64 * 2**20):  # bytes
+        numbers = torch.zeros(size // 4, device=device)
+        for repeat in range(6):
+            if repeat == 1:  # The first all-reduce also sets up the connection.
+                numbers[0].item()  # This waits for a GPU.
+                start_time = time.perf_counter()
+            dist.all_reduce(numbers)
+        numbers[0].item()
+        seconds = (time.perf_counter() - start_time) / 5
+        speed = f"{seconds * 1e6:.0f} microseconds, {size / seconds / 1e9:.2f} GB/s"
+        if rank == 0:
+            print(f"all-reduce of {size / 2**20:g} MB: {speed}")
+
 
 class Lesson0Machine(TestCase):
     def test_all_ranks_add_up_integers_exactly(self):
         ranks = max(GPUS, 2)
-        printed = "".join(run_job(ranks, f"--global-batch-size {ranks}", train=add_up_integers))
-        self.assertEqual(printed.count(": 0 of"), ranks, printed)
+
+        printed = "".join(run_job(ranks, train=add_up_integers))
+
         print(printed)
+        self.assertEqual(printed.count(": 0 of"), ranks)
 
 
-# ---- Lesson 1: which samples a rank reads (DistributedSampler)
+# ---- Lesson 1: which samples a rank reads (DistributedSampler; 2 seconds; rows 3 to 5)
 # All ranks shuffle alike, anew each epoch (set_epoch). The samples are then dealt like cards, one
-# to each rank in turn. So a step that takes the next 12 has the same samples on 1 to 4 ranks.
-# One process plays all ranks.
+# to each rank in turn. So a step that takes the next 12 has the same samples on 1, 2, 3 or 4 ranks,
+# and a job that stopped after 12 samples goes on with the 13th, on any of these numbers of ranks.
+# One process plays all ranks here.
 #
-# To break it, leave out `+ self.rank` in DistributedSampler. What do two ranks read?
-# Then both read rank 0's samples: half of all, each twice.
+# To break it, leave out `+ self.rank` in DistributedSampler. Which samples do two ranks read, and
+# how often? The message begins with "AssertionError: Lists differ".
 class Lesson1Sampler(TestCase):
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
-        torch_sampler = TorchSampler(dataset, num_replicas=1, rank=0)
-        torch_sampler.set_epoch(3)
-        order = list(torch_sampler)
-        for ranks, samples_read in product(range(1, 5), (0, 12)):  # 12: stopped after one step
+        one_rank = TorchSampler(dataset, num_replicas=1, rank=0)
+        one_rank.set_epoch(3)
+        for ranks, samples_read in product((1, 2, 3, 4), (0, 12)):
+            expected = list(one_rank)[samples_read:]
             samplers = [ddp.DistributedSampler(dataset, ranks, rank) for rank in range(ranks)]
             for sampler in samplers:
                 sampler.set_epoch(3, samples_read)
+
             dealt = [sample for turn in zip(*samplers) for sample in turn]
-            expected = order[samples_read:]
-            assert dealt == expected, f"{ranks=}, {samples_read=}: {dealt}, not {expected}"
-            assert len(samplers[0]) * ranks == len(dealt)
+
+            self.assertEqual(dealt, expected, f"on {ranks} ranks, after {samples_read} samples")
+            self.assertEqual(len(samplers[0]) * ranks, len(dealt))
 
 
-# ---- Used in Lessons 2 to 5: a comparison, data, a net and a job
-OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --seed 5"  # Later ones win.
+# ---- Lessons 2 to 5 run small jobs
+# run_job(ranks, options, name=value), which stands after the lessons, runs ddp_reference.py on so
+# many ranks. Names of the file, such as make_task, are replaced by values of ours. It returns what
+# each rank printed.
+OPTIONS = "--epochs 2 --global-batch-size 12 --lr 0.1 --seed 5"
+
+
+class Ragged(ddp.SyntheticDataset):
+    """Signals, scaled by random numbers. The first 0, 10, 20, 30 or 40 labels are ignored."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        y[: index % 5 * 10] = -100
+        return x * (torch.rand(()) + np.random.rand() + random.random()), y
+
+
+def plain_net():
+    """Return a net without BatchNorm."""
+    return nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1))
+
+
+def make_task_with(make_net, train_set, args, device):
+    """In place of make_task(): return this net and data, and two learning rates."""
+    net = make_net().to(device)
+    first, *others = net.parameters()
+    groups = [{"params": [first], "lr": 2 * args.lr}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, weight_decay=0.1)
+    return train_set, Ragged(25, 40, seed=1), net, optimizer
+
+
+def saved_net(ranks, options, make_net, train_set, **replacements):
+    """Run a job with this task, and return the state of the net that it saves."""
+    make_task = partial(make_task_with, make_net, train_set)
+    run_job(ranks, f"{OPTIONS} --checkpoint saved {options}", make_task=make_task, **replacements)
+    net = torch.load("saved", map_location="cpu")["net"]
+    os.remove("saved")  # The next job begins anew.
+    return net
 
 
 def assert_close(actual, expected, what, tolerance=2e-5):
@@ -138,391 +198,500 @@ def assert_close(actual, expected, what, tolerance=2e-5):
     )
 
 
-class Ragged(ddp.SyntheticDataset):
-    """Signals, scaled by random numbers. The first 0, 10, 20, 30 or 40 labels are -100: ignored."""
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        y[: index % 5 * 10] = -100
-        self.file = lambda: None  # Like an open file, it cannot be pickled.
-        return x * (torch.rand(()) + np.random.rand() + random.random()), y
-
-
-def plain_net():
-    """Return a net without BatchNorm, the same in every process."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1))
-
-
-def make_task_with(make_net, train_set, args, device):
-    """In place of make_task(): return a task with 25 signals to evaluate on."""
-    net = make_net().to(device)
-    first, *others, _ = net.parameters()  # The last one is not trained.
-    groups = [{"params": [first], "lr": 2 * args.lr}, {"params": others}]
-    optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, weight_decay=0.1)
-    return train_set, Ragged(25, 40, seed=1), net, optimizer
-
-
-def saved_net(ranks, options, make_net, train_set, **replacements):
-    """Run a job with this task, and return the state of the net that it saves."""
-    replacements["make_task"] = partial(make_task_with, make_net, train_set)
-    run_job(ranks, f"{OPTIONS} --checkpoint saved {options}", **replacements)
-    net = torch.load("saved", map_location="cpu")["net"]
-    os.remove("saved")  # The next job begins anew, unless this one was killed.
-    return net
-
-
-# ---- Lesson 2: a step (batch_sums, forward, train_step for one share)
-# A step must move the net as one process with the whole batch would, even if ranks have
-# different numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The
-# mean is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is (7 + 3) / 2 = 5.
-# So train_step() first counts the 4 labels by an all-reduce. It multiplies each rank's sum of
-# losses by 2 ranks / 4 labels, which makes 3.5 and 4.5. DDP averages their gradients, and the
+# ---- Lesson 2: a step (count_labels, batch_sums, train_step; 8 seconds; rows 12 and 13)
+# A step must move the net as one process with the whole batch would, even if ranks have unequal
+# numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The mean of
+# the four is (7 + 9) / 4 = 4, but the mean of the ranks' means, as in tutorials, is 10 / 2 = 5. So
+# train_step() first counts all 4 labels by an all-reduce. It multiplies each rank's sum of losses
+# by 2 ranks / 4 labels, which makes 3.5 and 4.5. DDP averages the gradients of these, and the
 # average of 3.5 and 4.5 is 4.
 #
-# To break it, let each rank take its own mean: replace `sums[1] * scale` by `sums[1] / sums[0]`.
-# In the first step two ranks have 110 and 160 labels. What weight does the loss of a label get?
-# Then it is 1/110 or 1/160, halved by DDP, not 1/270. After two steps 0.bias is up to 0.0006 off.
-def tutorial_step(model, optimizer, shares, seed, *_):
-    """In place of train_step(): take a tutorial's step, which is right on one rank."""
-    # For Lesson 4: rank r draws share r's numbers, and DDP broadcasts buffers.
-    ddp.seed_generators(*seed, dist.get_rank())
-    model.broadcast_buffers = True
-    x, y = (tensor.to(model.device) for tensor in shares[0])
-    F.cross_entropy(model(x), y).backward()  # mean over this rank's labels
+# To break it, let each rank take its own mean: in train_step(), write `loss = share_sums[0] /
+# count_labels(batch)`. In the first step, two ranks with a share each have 110 and 160 labels. What
+# weight does the loss of one label get in the averaged gradient, on rank 0 and on rank 1, and what
+# weight should it get? The message begins with "AssertionError: Tensor-likes are not close!".
+def tutorial_step(model, optimizer, batches, seeds, *_):
+    """In place of train_step(): a tutorial's step with one share, which is right on one rank."""
+    (share, (x, y)) = next(iter(batches.items()))
+    ddp.seed_generators(*seeds, share)
+    model.broadcast_buffers = True  # as DDP does by default
+    F.cross_entropy(model(x.to(model.device)), y.to(model.device)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    return 0  # instead of sums
+    return 0  # It returns no sums.
 
 
 class Lesson2Step(TestCase):
     def test_a_step_is_that_of_one_process_with_the_whole_batch(self):
-        task = plain_net, Ragged(12, 40, seed=0)
-        expected = saved_net(1, "", *task, train_step=tutorial_step)
-        # Without --shares, each rank has one. Of 12 shares two lack labels.
-        jobs = product(("", "--shares 12"), range(1, 5))
-        for options, ranks in *jobs, ("--shares 2 --num-workers 1", 1):
-            net = saved_net(ranks, options, *task)
-            assert_close(net, expected, f"on {ranks} ranks {options}")
+        task = (plain_net, Ragged(12, 40, seed=0))
+        expected = saved_net(1, "--shares 1", *task, train_step=tutorial_step)
+        for ranks in (1, 2, 3, 4):
+            for shares in (ranks, 12):  # Of 12 shares, two have no labels.
+                net = saved_net(ranks, f"--shares {shares}", *task)
+                assert_close(net, expected, f"with {shares} shares on {ranks} ranks")
+        net = saved_net(2, "--shares 4 --num-workers 1", *task)
+        assert_close(net, expected, "read by loader workers")
 
 
-# ---- Lesson 3: evaluation (sync_buffers, evaluate)
+# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 18 to 22)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
-# DistributedSampler would repeat some. Instead, batches as large as a share are dealt. With steps
-# of 12 on 2 ranks, 25 samples make batches of 6, 6, 6, 6 and 1: rank 0 gets three, rank 1 two. With
-# 36 on 4, they make 9, 9 and 7: rank 3 gets none. A collective in the loop would fail or hang. Each
-# rank adds up its losses and labels. One all-reduce after the loop adds up these sums.
+# DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 25
+# samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 1: rank 0 gets three of them, and
+# rank 1 two. With batches of 9 on four ranks, there are 9, 9 and 7, and rank 3 gets none. So a
+# collective in the loop would fail or hang. Each rank adds up its losses and its labels, and one
+# all-reduce after the loop adds up these sums.
 #
-# BatchNorm evaluates with running means and variances. All ranks begin a step with those of rank 0,
-# and each moves them towards its samples'. Rank 0's are saved, so evaluate() gives them to all.
+# BatchNorm evaluates with running means and variances, which are buffers. In training each rank
+# moves them towards those of its own samples. So a step ends with rank 0's for all ranks.
 #
-# To break it, leave out `sync_buffers(net)` in evaluate(). With steps of 12, how many of the 25
-# samples are evaluated with buffers that are not the saved net's, on 1 rank and on 2?
-# Then on 1 rank none are. On 2 ranks rank 1's 12 are, so the job prints 1.0420, not 1.0415.
+# To break it, leave out `broadcast_buffers(net)` in train_step(). How many of the 25 samples are
+# then evaluated with other buffers than the saved ones, in batches of 6 on one rank, and on two?
+# The message begins with "AssertionError: Scalars are not close!" and names the number of ranks.
 def net_with_state():
-    """Return a net that trains with batch statistics, buffers of its own and random numbers."""
-    # spectral_norm() divides the weight by its norm, which training estimates in buffers.
+    """Return a net with batch statistics, with buffers of its own, and with random numbers."""
+    # spectral_norm() divides the weight by its norm, which it estimates in buffers.
     conv = nn.utils.parametrizations.spectral_norm(nn.Conv1d(3, 3, 3, padding=1))
     layers = [nn.BatchNorm1d(3), conv, nn.ReLU(inplace=True), plain_net()]
     return nn.Sequential(*layers, nn.BatchNorm1d(3), nn.Dropout(0.1))
 
 
-def loss_and_accuracy(net, dataset):
-    """Return the mean loss and the accuracy over all labels."""
-    x, y = default_collate([*dataset])
+def loss_and_accuracy(net, items):
+    """Return the mean loss and the accuracy over all labels of these items."""
+    x, y = default_collate(items)
     logits = net.eval()(x)
-    accuracy = (logits.argmax(1) == y).sum() / (y != -100).sum()
+    accuracy = (logits.argmax(dim=1) == y).sum() / (y != -100).sum()
     return [F.cross_entropy(logits, y).item(), accuracy.item()]
 
 
 class Lesson3Evaluation(TestCase):
     def test_loss_and_accuracy_are_those_of_one_process_with_the_saved_net(self):
         train_set, net = Ragged(36, 40, seed=0), net_with_state()
-        for ranks, batch_size in product(range(1, 5), (12, 36)):
-            options = f"--epochs 1 --global-batch-size {batch_size}"
-            state = saved_net(ranks, options, net_with_state, train_set)
-            net.load_state_dict(state)
+        for ranks, batch_size in product((1, 2, 3, 4), (12, 36)):
+            options = f"--epochs 1 --shares {ranks} --global-batch-size {batch_size}"
+            net.load_state_dict(saved_net(ranks, options, net_with_state, train_set))
 
-            printed = re.findall(r"val_\w+ (\S+)", Path("rank0").read_text())  # by rank 0
+            printed = re.findall(r"val_\w+ (\S+)", Path("rank0").read_text())
 
-            val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=6)  # as in train()
-            expected = loss_and_accuracy(net, val_set)
-            assert_close([*map(float, printed)], expected, f"{ranks=}, {batch_size=}", 1e-4)
+            val_items = ddp.SeededItems(Ragged(25, 40, seed=1), seed=6)  # as train() makes them
+            expected = loss_and_accuracy(net, [val_items[0, index] for index in range(25)])
+            for number, wanted in zip(printed, expected):
+                assert_close(float(number), wanted, f"on {ranks} ranks, {batch_size=}", 1e-4)
 
 
-# ---- Lesson 4: shares (make_loaders, train_step's loop)
+# ---- Lesson 4: shares (ShareBatchSampler, train_step's loop; 4 seconds; rows 14 to 16)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
 # -1.4 and 1.4 if 3 and 3 are with them. Many draw random numbers, as dropout does. So what is
-# computed together, or drawn, must not depend on the number of ranks: a step always has, say, 4
-# shares. On 4 ranks each rank computes one, as with DDP alone. On 2, rank 0 computes shares 0 and
-# 2, and rank 1 shares 1 and 3. On any number, share s has the samples and random numbers of rank s
-# of 4. Each begins with the buffers that share 0 left in the step before.
+# computed together, and what it draws, must not depend on the number of ranks: a step always has,
+# say, 4 shares. On 4 ranks each rank computes one of them, as with DDP alone. On 2 ranks, rank 0
+# computes the shares 2 and 0, and rank 1 computes 3 and 1. On any number of ranks, share s has the
+# samples and random numbers of rank s of 4, and begins with the buffers of the step before.
 #
 # On 4 ranks the net must be, bit for bit, that of tutorial_step(), which is right if all shares
-# have equally many labels, as here. On 2 and 1 only rounding differs.
+# have equally many labels, as here. On 2 ranks and on 1, only rounding differs.
 #
-# To break it, replace `index * world_size` in train_step() by `0`. Which of 4, 2 and 1 ranks fail?
-# Then 2 and 1 fail, as all shares of a rank drop the same logits. 4 pass: each has only index 0.
+# To break it, write `seed_generators(*seeds, dist.get_rank())` in train_step(). On which numbers of
+# ranks does the lesson fail, 4, 2 or 1? The message begins with "AssertionError: Tensor-likes are
+# not close!".
 class Lesson4Shares(TestCase):
     def test_four_shares_on_any_number_of_ranks_train_as_stock_ddp_on_four(self):
-        task = net_with_state, ddp.SyntheticDataset(48, 40, seed=0)
+        task = (net_with_state, ddp.SyntheticDataset(48, 40, seed=0))
         expected = saved_net(4, "--shares 4", *task, train_step=tutorial_step)
-        for ranks, tolerance in (4, 0), (2, 2e-5), (1, 2e-5):
+        for ranks, tolerance in ((4, 0), (2, 2e-5), (1, 2e-5)):
             net = saved_net(ranks, "--shares 4", *task)
             with self.subTest(ranks=ranks):
                 assert_close(net, expected, "", tolerance)
 
 
-# ---- Lesson 5: the number of ranks, and stops (train, resume)
-# A job with augmentation (Ragged), BatchNorm, dropout, a warm-up, clipping, uneven labels and two
-# learning rates must end with the net of plain_loop(), even if 3 ranks begin it, 2 resume it after
-# a kill, and 1 after another. It does, because
-# - a step's samples (Lesson 1), gradient (2) and shares (4) are the same on any number of ranks,
-# - random numbers follow from the seed, the epoch, and the item, or the samples read and the share,
-# - the learning rate follows from the epoch and the count of samples read,
-# - the checkpoint holds this epoch and count, the net and the optimizer.
+# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 38, 39)
+# A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
+# rates must end with the net of plain_loop(), which is one process without DDP. It must do so even
+# if 3 ranks begin it, 2 ranks resume it after a kill, and 1 rank after another kill. It does,
+# - because a step has the same samples (Lesson 1), gradient (2) and shares (4) on any of them,
+# - because an item's random numbers follow from the seed, the epoch and its index, and a share's
+#   from the seed, the epoch, the samples read before the step, and the number of the share,
+# - because the learning rate follows from the epoch and the samples read,
+# - and because the checkpoint holds the epoch, the samples read, the net and the optimizer.
 #
-# To break it, let train() call `resume(path, identity, {"net": net})`. What begins anew, the
-# warm-up, the order of samples, the momentum?
-# Then only the momentum does, which the optimizer holds: 0.bias is up to 0.011 off.
+# To break it, leave out "optimizer" in the `parts` of train(). What begins anew after the kills:
+# the warm-up, the order of the samples, or the momentum? The message begins with "AssertionError:
+# Tensor-likes are not close!".
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return np.float64(min(1, epochs_done + 0.1))  # as a NumPy number, too
+    return min(1, epochs_done + 0.1)
+
+
+never_stop = partial(stop_at, np.inf)
 
 
 def plain_loop(args, device):
-    """In place of train(): train without DDP, in one process with all shares."""
+    """In place of train(): train without DDP, in one process that computes all shares."""
     ddp.seed_generators(args.seed)
     train_set, _, net, optimizer = ddp.make_task(args, device)
-    base_lrs = [group["lr"] for group in optimizer.param_groups]
+    initial_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler = TorchSampler(train_set, seed=args.seed)
-    batches = BatchSampler(sampler, args.global_batch_size, drop_last=True)
+    steps = BatchSampler(sampler, args.global_batch_size, drop_last=True)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        for step, indices in enumerate(batches):
+        for step, indices in enumerate(steps):
             samples_read = step * args.global_batch_size
-            for group, lr in zip(optimizer.param_groups, base_lrs):
-                group["lr"] = lr * ddp.lr_factor(args, epoch + samples_read / len(train_set))
-            samples = []
+            factor = never_stop(args, epoch + samples_read / len(train_set))
+            for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
+                group["lr"] = initial_lr * factor
+            items = []
             for index in indices:
                 ddp.seed_generators(args.seed, epoch, index)
-                samples.append([tensor.to(device) for tensor in train_set[index]])
-            num_labels = sum((y != -100).sum() for _, y in samples)
+                items.append([tensor.to(device) for tensor in train_set[index]])
+            num_labels = sum((y != -100).sum() for x, y in items)
             buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-            for share in reversed(range(args.shares)):  # Share 0 is last, so its buffers remain.
+            for share in reversed(range(args.shares)):  # The buffers of share 0 remain.
                 net.load_state_dict(buffers, strict=False)
                 ddp.seed_generators(args.seed, epoch, samples_read, share)
-                x, y = default_collate(samples[share :: args.shares])
+                x, y = default_collate(items[share :: args.shares])
                 (F.cross_entropy(net(x), y, reduction="sum") / num_labels).backward()
             nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad_norm)
             optimizer.step()
-            net.zero_grad()
+            optimizer.zero_grad()
     torch.save({"net": net.state_dict()}, args.checkpoint)
 
 
-class Lesson5NumberOfRanks(TestCase):
-    def test_a_job_ends_as_a_plain_loop_does(self):
-        train_set = Ragged(47, 40, seed=0)  # 3 steps an epoch, 11 left
-        task = {"make_net": net_with_state, "train_set": train_set}
-        run = partial(saved_net, **task, lr_factor=partial(stop_at, np.inf))  # never killed
+class Lesson5Stops(TestCase):
+    def test_a_job_that_is_killed_twice_ends_as_a_plain_loop_does(self):
+        task = (
+            net_with_state,
+            Ragged(47, 40, seed=0),
+        )  # An epoch has 3 steps, and 11 samples more.
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
-        expected = run(1, options, train=plain_loop)
-        # Steps 3 and 5 of the six begin at 24/47 and 1 + 12/47. So each job takes two steps.
-        for ranks, stop_after in (3, 0.5), (2, 1.2):
+        expected = saved_net(1, options, *task, train=plain_loop)
+        # Of the six steps, the third begins after 24/47 epochs, and the fifth after 1 + 12/47.
+        for ranks, stop_after in ((3, 0.5), (2, 1.2)):
             with self.assertRaises(FAILED):
-                run(ranks, options, lr_factor=partial(stop_at, stop_after))
-        assert_close(run(1, options), expected, "after two kills")
-        self.assertIn("epoch 1/2, sample 12\n", Path("rank0").read_text())
+                saved_net(ranks, options, *task, lr_factor=partial(stop_at, stop_after))
+
+        net = saved_net(1, options, *task, lr_factor=never_stop)
+
+        assert_close(net, expected, "after two kills")
+        self.assertIn("epoch 1/2, sample 12/47\n", Path("rank0").read_text())
 
 
-# ---- The other guarantees: what is refused, printed and saved
-# A new option that changes a step goes into Lesson 5's options and plain_loop(). If it also changes
-# printed numbers, it goes into loss_and_accuracy() and test_all_printed_numbers. Any other, and one
-# that make_task() reads, gets a test of its own. Then leave it out of one call after the other,
-# and each option beside it, which it may hide: each time a test must fail.
+# ---- Used by all tests: run_job()
 def be_rank(rank, world_size, port, options, replacements):
     """Be one rank of a job: run main() as if torchrun had started this process."""
     mp.set_start_method(None, force=True)  # torchrun sets none.
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # Ranks may share GPUs.
-    # Local ranks are reversed, so mistaking them for ranks fails.
+    torch.backends.cudnn.deterministic = True  # Otherwise two equal runs may differ in bits.
+    # The ranks of this machine are numbered in reverse, so that mistaking them for ranks shows.
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{world_size - 1 - rank}"}
     os.environ |= {"WORLD_SIZE": f"{world_size}", "MASTER_ADDR": "localhost"}
     os.environ |= {"MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # of run_job()
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    if world_size > GPUS:  # Ranks share GPUs, which ddp_reference.py allows only with mp.spawn().
+        os.environ["NCCL_HOSTID"] = f"{rank}"
+    os.dup2(os.open(f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)  # stacks of ranks that are ended
     vars(ddp).update(replacements)
-    sys.argv = ["ddp_reference.py", *f"--timeout 60 --shares {world_size} {options}".split()]
+    timeout = [] if "main" in replacements else ["--timeout", "60"]
+    sys.argv = ["ddp_reference.py", *timeout, *options.split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
         ddp.main()
     assert not dist.is_initialized()
 
 
 def run_job(world_size, options="", **replacements):
-    """Run a job on so many ranks, by default with a share for each: return what each rank printed.
+    """Run a job on so many ranks, and return what each rank printed.
 
-    replacements: in place of names in ddp_reference.py. They are pickled, so functions must be at
-    the top level.
+    replacements: in place of names in ddp_reference.py. They are pickled, so functions must stand
+    at the top level of this file.
     """
     # The ranks are forked from a process that has done the slow imports.
-    mp.set_forkserver_preload(["ddp_reference", "torch._dynamo"])
+    mp.set_forkserver_preload(["ddp_reference", "test_ddp_reference", "torch._dynamo"])
     # The port is opened here, because a store that opens its own listens on all networks.
     server = socket.create_server(("localhost", 0))
     store = dist.TCPStore(*server.getsockname(), is_master=True, master_listen_fd=server.detach())
-    arguments = world_size, store.port, options, replacements
+    arguments = (world_size, store.port, options, replacements)
     mp.start_processes(be_rank, arguments, world_size, start_method="forkserver")
     return [Path(f"rank{rank}").read_text() for rank in range(world_size)]
 
 
-def edited(text, *edits):
-    """Return a program in which texts are replaced. edits: old, new and so on."""
-    for old, new in zip(edits[::2], edits[1::2]):
-        assert text.count(old) == 1, f"not once in the program: {old}"
-        text = text.replace(old, new)
-    return text
+# ---- The other guarantees: what is refused, what is printed, what is saved
+# A small job has four steps an epoch.
+SMALL = "--num-samples 48 --length 40 --epochs 2 --global-batch-size 12 --shares 4"
+train_step = ddp.train_step  # In a rank, ddp.train_step may be one of the functions below.
+load_checkpoint = ddp.load_checkpoint
 
 
-def run_edited(world_size, options, *edits, text=SOURCE):
-    """Run a program, with edits, on so many ranks: return what each rank printed."""
-    Path("program.py").write_text(edited(text, *edits))
-    run_program = partial(runpy.run_path, "program.py", run_name="__main__")
-    return run_job(world_size, options, main=run_program)
+class TheSampler(TestCase):
+    def test_it_reads_what_pytorchs_sampler_does(self):
+        sizes = [*range(20), 70000]  # 70000 is more than 16 bits hold.
+        for num_samples, replicas, shuffle, drop_last in product(
+            sizes, range(1, 7), (True, False), (True, False)
+        ):
+            for rank in range(replicas):
+                arguments = (range(num_samples), replicas, rank, shuffle, 7, drop_last)
+                ours = ddp.DistributedSampler(*arguments)
+                expected = list(TorchSampler(*arguments))
 
+                # The texts differ if an index is a NumPy number, not Python's.
+                self.assertEqual(str(list(ours)), str(expected), arguments)
 
-# A small job with four steps an epoch.
-SMALL = "--num-samples 48 --length 64 --epochs 2 --global-batch-size 12 --shares 12"
-
-ADAM = "Adam(net.parameters()"
-NET = "net = ConvNet().to(device)"
-WRAP = "model = DistributedDataParallel(net)"
-NEW = "--checkpoint new"
-# (options, pattern, old, new): with --checkpoint ck, these options and edits, two ranks must fail
-# with this pattern, leave ck as it was, and not write the file new.
-FAULTS = (
-    (
-        "--seed 9 --num-samples 60 --global-batch-size 24 --shares 6",
-        "seed=0.*=12.*=12.*=48.*data=.*SUMS=.*accuracy.*optimizer Adam, parameters=",
-        *('"accuracy")', '"top1")', ADAM, "SGD(reversed([*net.parameters()])"),
-    ),
-    ("--num-samples 6", "larger than the training set"),
-    ("--lr inf", "holds a nan, so nothing was written to .*ck"),
-    ("--checkpoint code", "Weights only load failed"),
-    ("--checkpoint flipped", "cannot resume from .*flipped: .*a checksum is wrong"),
-    ("", "that the net lacks", ADAM, "Adam([nn.Parameter(torch.ones(()))]"),
-    ("", "an item differs", "dataset[index]", "dataset[index][0].mul_(2),"),
-    (NEW, r"to .*new: (.|\n)*numpy", ADAM, f"{ADAM}, eps=np.float64(1)"),
-    ("", r"or lack .*\(0, 0\).*\(2, 0\)", "= resume(path", "= resume(path + 'x' * rank"),
-    (NEW, "data.*'data=.*'data=", "dataset[index]", "dataset[index][0], dist.get_rank()"),
-    (NEW, "or net.*num_batches_tracked", "*layers[:-1]", "*layers[: -1 - dist.get_rank()]"),
-    ("", "ranks' 0.weight differ", WRAP, f"{WRAP}; net[0].weight.data += rank"),
-    ("", r"needs DistributedDataParallel\(net\)", WRAP, "model = net"),
-    ("", "shares must be batches", "zip(*train_loaders)", "[[[0]]]"),
-    ("", "shares must be batches", "zip(*train_loaders)", "[(torch.ones(2), torch.ones(2))]"),
-    ("", r"No space left(.|\n)*nothing was written to .*ck", "open(temporary", "open('/dev/full'"),
-    ("", "with signal SIGINT", "    return 1", "    signal.raise_signal(signal.SIGINT)"),
-)
-
-JOIN = '"collate_fn": lambda items: [torch.stack(x) for x in list(zip(*items))[2:]], "pin_memory"'
-MASK = "net.register_buffer('mask', torch.full((3, 2), -torch.inf, device=device)[:, 0])"
-TEXT = "ConvNet.get_extra_state = ConvNet.set_extra_state = lambda *_: 'text'"
-CACHE = "net.register_buffer('cache', torch.ones(2 - rank), persistent=False)"
-# (checkpoint, edits): with these edits two ranks must train with --amp, and save.
-UNUSUAL = (
-    (
-        "items-joined-by-the-user",
-        *("return self.dataset[index]", "return 'text', None, *self.dataset[index]"),
-        *('"pin_memory"', JOIN),
-    ),
-    (
-        "bfloat16-summed-in-float32",
-        *("output =", "assert output.dtype == torch.bfloat16; output ="),
-        *("loss = F", "assert output.dtype == torch.float32; loss = F"),
-    ),
-    ("no-labels", "(y != -100).sum()", "0 * y.sum()", "loss.double()", "0 * loss.double()"),
-    ("copies-apart-by-rounding", WRAP, f"{WRAP}; net[0].weight.data *= 1 + 1e-5 * rank"),
-    ("infinite-mask", NET, f"{NET}; {MASK}"),
-    ("text-as-state", NET, f"{NET}; {TEXT}"),
-    ("unsaved-buffer-of-unequal-size", WRAP, f"{WRAP}; {CACHE}"),
-    (
-        "another-job-saves-meanwhile",
-        *("os.fsync(file)", "progress and save_checkpoint(path, identity, parts, None)"),
-    ),
-)
-
-
-def profiled(batches, timeout, watched=ddp.watched):
-    """In place of watched(): also print what is called while the batches are used."""
-    with torch.profiler.profile() as profile:
-        yield from watched(batches, timeout)
-    print([event.name for event in profile.events()])
-
-
-class OtherGuarantees(TestCase):
-    def test_the_sampler_reads_what_pytorchs_does(self):
-        """Our permutation of int32 is PyTorch's of int64, also beyond 16 bits."""
-        settings = product((*range(20), 70000), range(1, 7), (True, False), (True, False))
-        for num_samples, num_replicas, shuffle, drop_last in settings:
-            for rank in range(num_replicas):
-                arguments = range(num_samples), num_replicas, rank, shuffle, 7, drop_last
-                ours, theirs = ddp.DistributedSampler(*arguments), TorchSampler(*arguments)
-
-                # Compare texts, because np.int32(3) equals 3.
-                assert f"{list(ours)}" == f"{list(theirs)}", arguments
-                assert vars(theirs).items() <= vars(ours).items(), arguments
-
+    def test_it_refuses_ranks_and_places_that_do_not_exist(self):
         for rank, samples_read in ((2, 0), (-1, 0), (1, 3)):
             with self.assertRaises(ValueError):
                 ddp.DistributedSampler(range(8), 2, rank).set_epoch(0, samples_read)
 
-    def test_what_cannot_work_is_refused_in_one_line(self):
-        for options, variables, pattern in (
-            ("--nproc-per-node 7", {}, "try --shares 7 --global-batch-size 245"),
-            # All numbers up to 8 divide 1680.
-            ("--shares 1680", {}, f"try --shares {GPUS or 2} --global-batch-size"),
-            ("--checkpoint-every 1 --global-batch-size 1680", {}, "every needs --checkpoint"),
-            ("--epochs 0", {}, "invalid positive_int value"),
-            ("", {"RANK": "0"}, "start torchrun"),
-            ("", {"LOCAL_RANK": "0"}, "start torchrun"),
+
+class RefusedCommandLines(TestCase):
+    def test_each_is_refused_in_one_line(self):
+        for options, reason in (
+            ("--nproc-per-node 3 --shares 8", "3 processes do not divide --shares 8"),
+            ("--shares 7 --nproc-per-node 7 --global-batch-size 240", "must divide --global-batch"),
+            ("--checkpoint-every 1", "--checkpoint-every needs --checkpoint"),
+            ("--epochs 0", "--epochs must be at least 1"),
+            ("--seed -1", "--seed must be at least 0"),
+            ("--num-workers -1", "--num-workers must be at least 0"),
         ):
-            sys.argv = ["ddp_reference.py", *options.split()]
-            with (
-                mock.patch.dict(os.environ, variables),
-                mock.patch("sys.stderr", io.StringIO()) as err,
-                self.assertRaisesRegex(SystemExit, "^2$", msg=pattern),
-            ):
+            self.assert_refused(options, reason)
+
+    def test_a_part_of_torchruns_variables_is_refused(self):
+        with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0"}):
+            self.assert_refused("", "set WORLD_SIZE")
+
+    def assert_refused(self, options, reason):
+        sys.argv = ["ddp_reference.py", *options.split()]
+        with (
+            mock.patch("sys.stderr", io.StringIO()) as err,
+            self.assertRaisesRegex(SystemExit, "^2$", msg=options),
+        ):
+            ddp.main()
+        self.assertRegex(err.getvalue(), f"^.*: error: .*{reason}.*\n$")
+
+    def test_any_number_of_processes_has_defaults_that_start(self):
+        for world_size in range(1, 17):
+            sys.argv = ["ddp_reference.py", "--nproc-per-node", f"{world_size}"]
+            with mock.patch("torch.multiprocessing.spawn") as spawn:
                 ddp.main()
-            self.assertRegex(err.getvalue(), f"^.*: error: .*{pattern}.*\n$")
+            _, args, _ = spawn.call_args[0][1]
+            self.assertEqual(args.shares % world_size, 0)
+            self.assertEqual(args.global_batch_size % args.shares, 0)
 
-    def test_a_fault_ends_the_job_and_leaves_the_checkpoint(self):
+
+# In place of functions of ddp_reference.py: faults, which must end the job.
+def unequal_task(args, device):
+    """In place of make_task(): return a data set of another size on each rank."""
+    _, *others = make_task_with(plain_net, None, args, device)
+    return (ddp.SyntheticDataset(48 + dist.get_rank(), 40, seed=0), *others)
+
+
+def load_on_rank_0_only(path, settings, parts):
+    """In place of load_checkpoint(): do not find the file on other ranks, as on another disk."""
+    return load_checkpoint(path if dist.get_rank() == 0 else "elsewhere", settings, parts)
+
+
+def drifting_step(model, *arguments):
+    """In place of train_step(): change the net on rank 1, as if its gradients were not averaged."""
+    model.module[0].weight.data += 0.001 * dist.get_rank()
+    return train_step(model, *arguments)
+
+
+def open_full_disk(path, mode):
+    """In place of open(): open a file to which nothing can be written."""
+    return open("/dev/full", mode)
+
+
+class Ending(ddp.SyntheticDataset):
+    """Its 40th sample raises StopIteration, as an exhausted reader does."""
+
+    def __getitem__(self, index):
+        if index == 40:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+class Faults(TestCase):
+    """A fault ends the job with an error that says what is wrong, and leaves the checkpoint."""
+
+    def setUp(self):
+        Path("ck").unlink(missing_ok=True)
         run_job(2, f"{SMALL} --checkpoint ck")
-        intact = Path("ck").read_bytes()
-        flipped = bytearray(intact)
-        flipped[len(flipped) // 2] ^= 1  # The middle lies in a tensor.
-        Path("flipped").write_bytes(flipped)
+        self.intact = Path("ck").read_bytes()
+
+    def assert_job_fails(self, error, options="", checkpoint="ck", **replacements):
+        options = f"{SMALL} --epochs 3 --checkpoint {checkpoint} {options}"
+        with self.assertRaisesRegex(FAILED, error):
+            run_job(2, options, **replacements)
+        self.assertEqual(Path("ck").read_bytes(), self.intact)
+        self.assertEqual(os.path.exists("new"), False)
+
+    def test_a_checkpoint_of_another_job_is_refused(self):
+        options = "--seed 9 --shares 2 --global-batch-size 24 --num-samples 60"
+        for setting in (
+            "seed': 0",
+            "shares': 4",
+            "global batch size': 12",
+            "training samples': 48",
+        ):
+            self.assert_job_fails(f"ck is of a job with other settings.*{setting}", options)
+        make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
+        self.assert_job_fails("other settings.*'optimizer': 'Adam'", make_task=make_task)
+
+    def test_a_file_that_is_no_checkpoint_is_refused(self):
+        Path("half").write_bytes(self.intact[: len(self.intact) // 2])
         torch.save(os.system, "code")  # To load this is to import code.
+        torch.save({"net": {}}, "foreign")
+        os.makedirs("folder", exist_ok=True)  # It exists, but reading it fails, as a disk may do.
+        for name in ("half", "code", "folder"):
+            self.assert_job_fails(f"cannot load {name}", checkpoint=name)
+        self.assert_job_fails("foreign is of a job with other settings", checkpoint="foreign")
 
-        for options, pattern, *edits in FAULTS:
-            with self.assertRaisesRegex(FAILED, pattern, msg=pattern):
-                run_edited(2, f"{SMALL} --epochs 3 --checkpoint ck {options}", *edits)
-            assert Path("ck").read_bytes() == intact and not os.path.exists("new"), pattern
+    def test_ranks_that_do_not_agree_are_refused(self):
+        not_found = "unlike rank 0, rank 1 has {'epoch': 0}"
+        self.assert_job_fails(not_found, load_checkpoint=load_on_rank_0_only)
+        unequal = "unlike rank 0, rank 1 has {'training samples': 49}"
+        self.assert_job_fails(unequal, checkpoint="new", make_task=unequal_task)
 
-    def test_a_step_calls_four_collectives_and_never_item(self):
-        """They are for the count of labels, the buffers, the gradients and the sums."""
-        stopped = partial(print, "stopped")
-        (printed,) = run_job(
-            1,
-            f"{SMALL} --shares 2 --clip-grad-norm 1",
-            make_task=partial(make_task_with, net_with_state, Ragged(48, 40, seed=0)),
-            watched=profiled,
-            restart_watchdog=partial(print, "restarted"),
-            faulthandler=SimpleNamespace(enable=print, cancel_dump_traceback_later=stopped),
-        )
-        last_epoch = printed.partition("\nepoch 0 | ")[2]  # of 4 steps, and 5 batches of validation
-        self.assertEqual(last_epoch.count("c10d::"), 4 * 4)
-        # .item() is called for each of 48 + 25 samples read, and when validation's loader starts.
-        self.assertEqual(last_epoch.count("aten::item"), 73 + 1)
-        self.assertEqual(printed.count("restarted"), 1 + 2 * (4 + 5))  # 1 before any batch
-        assert printed.endswith("\nstopped\n")
+    def test_nets_that_drift_apart_end_the_job(self):
+        make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
+        with self.assertRaisesRegex(FAILED, "0.weight differs from that of rank 0"):
+            run_job(2, SMALL, make_task=make_task, train_step=drifting_step)
+
+    def test_a_net_with_a_nan_is_not_saved(self):
+        self.assert_job_fails("holds a nan, so ck was not written", "--lr inf")
+
+    def test_a_full_disk_leaves_the_old_checkpoint(self):
+        self.assert_job_fails("No space left on device", open=open_full_disk)
+
+    def test_a_folder_that_does_not_exist_ends_the_job_at_its_start(self):
+        with self.assertRaisesRegex(FAILED, "No such file or directory: 'nowhere/ck"):
+            run_job(2, f"{SMALL} --checkpoint nowhere/ck", train_step=None)
+
+    def test_a_batch_larger_than_the_data_is_refused(self):
+        self.assert_job_fails("--global-batch-size is larger than the 6 samples", "--num-samples 6")
+
+    def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(self):
+        for workers in (0, 1):
+            make_task = partial(make_task_with, plain_net, Ending(48, 40, seed=0))
+            with self.assertRaisesRegex(FAILED, "StopIteration"):
+                run_job(2, f"{SMALL} --num-workers {workers}", make_task=make_task)
+
+
+# In place of functions of ddp_reference.py: unusual jobs, which must go on.
+def clamp(gradient):
+    return gradient.clamp(-0.001, 0.001)
+
+
+class UnusualNet(nn.Module):
+    """It has a hook that clamps gradients, activation checkpointing, and noise in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 3, padding=1, bias=False)
+        self.conv.weight.register_hook(clamp)
+        self.norm = checkpoint_wrapper(nn.BatchNorm1d(3))  # named_buffers() has other names.
+        self.register_buffer("mask", torch.full((3, 1), -torch.inf))
+        self.register_buffer("phase", torch.tensor(1j))
+
+    def get_extra_state(self):
+        return "a text"
+
+    def set_extra_state(self, state):
+        assert state == "a text"
+
+    def forward(self, x):
+        logits = self.norm(self.conv(x + torch.rand(len(x), 1, 1, device=x.device)))
+        return torch.maximum(logits, self.mask) * self.phase.abs()
+
+
+def step_after_another_nets(model, *arguments):
+    """In place of train_step(): begin with gradients, which another net's step has left."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return train_step(model, *arguments)
+
+
+class NeedsWorkers(ddp.SyntheticDataset):
+    """It can only be read by so many workers."""
+
+    def __init__(self, num_workers, *arguments):
+        super().__init__(*arguments)
+        self.num_workers = num_workers
+
+    def __getitem__(self, index):
+        assert get_worker_info().num_workers == self.num_workers
+        return super().__getitem__(index)
+
+
+def task_for_workers(args, device):
+    """In place of make_task(): --num-workers 3 must give 3 for training, and 2 for validation."""
+    _, _, *others = make_task_with(plain_net, None, args, device)
+    return NeedsWorkers(3, 48, 40, 0), NeedsWorkers(2, 25, 40, 1), *others
+
+
+class AllIgnored(ddp.SyntheticDataset):
+    """Signals without any labels."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, torch.full_like(y, -100)
+
+
+class PrintsDtype(nn.Conv1d):
+    def __init__(self):
+        super().__init__(3, 3, 1)
+
+    def forward(self, x):
+        logits = super().forward(x)
+        print(logits.dtype)
+        return logits
+
+
+def profiled_step(*arguments):
+    """In place of train_step(): print how many collectives it calls, and how often it waits."""
+    with torch.profiler.profile() as profile:
+        sums = train_step(*arguments)
+    names = [event.name for event in profile.events()]
+    collectives = sum("c10d::" in name for name in names)
+    waits = sum(name in ("aten::item", "cudaStreamSynchronize") for name in names)
+    print(f"{collectives} collectives, {waits} waits")
+    return sums
+
+
+class UnusualJobs(TestCase):
+    def test_hooks_and_nets_that_draw_in_evaluation_do_not_see_the_number_of_ranks(self):
+        printed = []
+        for ranks, workers in ((1, 0), (2, 1), (4, 0)):
+            options = f"{SMALL} --num-workers {workers} --lr 0.1 --checkpoint unusual"
+            make_task = partial(make_task_with, UnusualNet, Ragged(48, 40, seed=0))
+            out = run_job(ranks, options, make_task=make_task, train_step=step_after_another_nets)
+            os.remove("unusual")
+            printed.append([float(number) for number in re.findall(r"loss (\S+)", out[0])])
+
+        self.assertEqual(len(printed[0]), 6)  # Each epoch has a line for four steps, and another.
+        assert_close(printed[1], printed[0], "on 2 ranks", 1e-4)
+        assert_close(printed[2], printed[0], "on 4 ranks", 1e-4)
+
+    def test_samples_without_any_labels_leave_the_net_unharmed(self):
+        net = saved_net(2, "--shares 2", plain_net, AllIgnored(12, 40, seed=0))
+        self.assertTrue(all(value.isfinite().all() for value in net.values()))
+
+    def test_num_workers_counts_the_workers_of_a_rank(self):
+        out = run_job(1, f"{SMALL} --epochs 1 --num-workers 3", make_task=task_for_workers)
+        self.assertIn("\nepoch 0 | loss", out[0])
+
+    def test_amp_computes_in_bfloat16(self):
+        make_task = partial(make_task_with, PrintsDtype, ddp.SyntheticDataset(48, 40, seed=0))
+        for options, dtype in (("", "torch.float32"), ("--amp", "torch.bfloat16")):
+            out = run_job(1, f"{SMALL} {options}", make_task=make_task)
+            self.assertEqual(set(re.findall(r"torch\.\D\S+", out[0])), {dtype})
+
+    def test_a_step_calls_five_collectives_and_never_waits(self):
+        """They are for the number of labels, gradients, two dtypes of buffers, and the sums."""
+        make_task = partial(make_task_with, net_with_state, Ragged(48, 40, seed=0))
+        options = f"{SMALL} --clip-grad-norm 1"
+        (out,) = run_job(1, options, make_task=make_task, train_step=profiled_step)
+        steps = re.findall(".* waits", out)
+        self.assertEqual(len(steps), 8)
+        # The first two steps also set up DDP.
+        self.assertEqual(set(steps[2:]), {"5 collectives, 0 waits"})
 
     def test_all_places_and_generators_draw_their_own_numbers(self):
         drawn = set()
@@ -531,83 +700,77 @@ class OtherGuarantees(TestCase):
             drawn |= {random.random(), np.random.randint(2**16), torch.randint(2**16, ()).item()}
         self.assertEqual(len(drawn), 3 * 27)
 
-    def test_unusual_jobs_are_not_refused(self):
-        for what, *edits in UNUSUAL:
-            options = f"{SMALL} --shares 2 --amp --checkpoint {what}"
-            with self.subTest(what):
-                self.assertIn("\nepoch 1 |", run_edited(2, options, *edits)[0])
 
-    def test_all_printed_numbers_are_those_of_the_job(self):
-        # With a learning rate of 0 the net stays what it is.
-        net = plain_net()
+class PrintedNumbers(TestCase):
+    def test_all_are_those_of_the_job_over_a_stop(self):
+        # With a learning rate of 0, the net stays what it is.
+        torch.manual_seed(0)
         train_set = ddp.SeededItems(Ragged(48, 40, seed=0), seed=0)
         val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=1)
-        assert val_set.epoch.is_shared()
-        os.symlink("target", "link")  # A link stays a link.
-        options = f"{SMALL} --lr 0 --log-every 4 --checkpoint link --checkpoint-every 2"
-        clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
         make_task = partial(make_task_with, plain_net, train_set.dataset)
-        run_three = partial(run_job, 3, make_task=make_task, time=clock)
-        # The first run saves --lr 1, which must not come back, and ends before its first step.
-        for more, stop_after in (("--lr 1", 0), ("", 0.7)):
+        clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
+        run = partial(run_job, 3, make_task=make_task, time=clock)
+        options = f"{SMALL} --shares 3 --log-every 4 --checkpoint printed --checkpoint-every 2"
+        # A first job has another learning rate, which must not come back, and ends before its
+        # first step. A second one ends after its second step.
+        for lr, stop_after in (("1", 0), ("0", 0.7)):
             with self.assertRaises(FAILED):
-                run_three(f"{options} {more}", lr_factor=partial(stop_at, stop_after))
-            assert os.path.exists("target")
+                run(f"{options} --lr {lr}", lr_factor=partial(stop_at, stop_after))
 
-        printed = "".join(run_three(options))  # Only rank 0 may print.
+        printed = run(f"{options} --lr 0")
 
-        # Step 2 was saved, so 24 samples are left.
-        expected = f"\nresuming {os.path.realpath('target')} at epoch 0/2, sample 24\n"
-        val = "val_loss {:#.5g} val_accuracy {:#.5g}".format(*loss_and_accuracy(net, val_set))
-        for epoch, speed in enumerate((12.0, 24.0)):
-            train_set.epoch.fill_(epoch)
-            train = "loss {:#.5g} accuracy {:#.5g}".format(*loss_and_accuracy(net, train_set))
+        net = plain_net()
+        net.load_state_dict(torch.load("printed", map_location="cpu")["net"])
+        val_loss, val_accuracy = loss_and_accuracy(net, [val_set[0, i] for i in range(25)])
+        expected = "printed: epoch 0/2, sample 24/48\n"
+        for epoch, speed in enumerate((12.0, 24.0)):  # The first epoch has 24 samples left.
+            loss, accuracy = loss_and_accuracy(net, [train_set[epoch, i] for i in range(48)])
+            train = f"loss {loss:#.5g} accuracy {accuracy:#.5g}"
+            val = f"val_loss {val_loss:#.5g} val_accuracy {val_accuracy:#.5g}"
             expected += f"epoch {epoch} | 48/48 | {train}\n"
             expected += f"epoch {epoch} | {train} | {val} | {speed} samples/s\n"
-        self.assertEqual(printed[-len(expected) :], expected)
+        self.assertEqual("".join(printed).partition("\n")[2], expected)  # Only rank 0 prints.
 
 
 # ---- The README: what it shows is run
+def edited(text, old, new):
+    """Return a program in which a text, which stands there once, is replaced."""
+    assert text.count(old) == 1, f"not once in the program: {old}"
+    return text.replace(old, new)
+
+
 def readme_programs():
-    """Return ddp_reference.py and the README's programs, the sides of its diffs, by name."""
-    texts = {"ddp_reference.py": SOURCE}
-    diffs = re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README.read_text())
-    for old_name, name, diff in diffs:
-        for hunk in filter(None, re.split(r"(?m)^@@.*\n", diff)):
-            old, new = ("".join(re.findall(rf"(?m)^[ {sign}](.*\n)", hunk)) for sign in "-+")
-            # The first hunk that edits one.py shows it whole.
-            text = texts.get(name) or texts.setdefault(old_name, old)
-            texts[name] = edited(text, old, new)
-    return texts
+    """Return the README's programs, which are the sides of its diffs, as {name: text}."""
+    programs = {"ddp_reference.py": SOURCE}
+    page = README.read_text()
+    for old_name, name, diff in re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", page):
+        for hunk in re.split(r"(?m)^@@.*\n", diff):
+            old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
+            new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
+            if old_name not in programs:  # The first diff shows one.py whole.
+                programs[old_name] = old
+            if old:
+                programs[name] = edited(programs.get(name, programs[old_name]), old, new)
+    for name, text in re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", page):
+        programs[name] = text
+    del programs["ddp_reference.py"]
+    return programs
 
 
-def printed_by(name, world_size, options="", *edits):
-    """Return what rank 0 of a README program prints."""
-    if name == "many.py" and world_size > GPUS:  # It needs a GPU for each rank.
-        edits += "torch.cuda.is_available()", "False"
-    return run_edited(world_size, options, *edits, text=readme_programs()[name])[0]
+def printed_by(program, world_size, options=""):
+    """Return what rank 0 of a program, a text, prints."""
+    if world_size > GPUS:  # Programs that do not descend from ddp_reference.py need a GPU a rank.
+        program = program.replace("torch.cuda.is_available()", "False")
+    Path("program.py").write_text(program)
+    run_program = partial(runpy.run_path, "program.py", run_name="__main__")
+    return run_job(world_size, options, main=run_program)[0]
 
 
-# (row, world sizes, old, new): many.py, so edited, ends with this row's numbers on so many ranks.
-# Row 8 draws as __getitem__ would.
-ROWS = (
-    (1, (2,), " // world_size", ""),
-    (2, (2,), "= cross_entropy(model(", "= cross_entropy(model.module("),
-    (3, (2,), "    sampler.set_epoch(epoch)", "    pass"),
-    (4, (2,), "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
-    (5, (2,), "    dist.all_reduce(num_correct)", "    pass"),
-    (6, (1, 2, 4), "in loader:", "in loader:\n        y[x[:, 0, 0] > 0, 4:] = -100"),
-    (7, (1, 2, 4), "torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()"),
-    (8, (1, 2, 4), "in loader:", "in loader:\n        x *= 4 * torch.rand(len(x), 1, 1)"),
-    (10, (2,), "DistributedSampler(train_set)", "DistributedSampler(train_set, seed=rank)"),
-)
-
-
-class ReadmePrograms(TestCase):
-    def test_the_sampler_reads_what_experiments_and_example_show(self):
+class TheReadme(TestCase):
+    def test_the_sampler_reads_what_the_experiments_show(self):
         """It also warns where an order is read twice, as in experiment 2, and nowhere else."""
         rows = re.findall(r"(?m)^\| (\d\. .*?) \| (.*?) \| (.*?) \|", README.read_text())
-        assert len(rows) == 9, rows
+        self.assertEqual(len(rows), 9)
         for (setting, *shown), rank in product(rows, range(2)):
             dataset = range(int(setting.split()[1]))
             sampler = ddp.DistributedSampler(dataset, 2, rank)
@@ -622,199 +785,310 @@ class ReadmePrograms(TestCase):
                     epochs.append(" ".join(batches) or "-")
 
             self.assertEqual(", ".join(epochs), shown[rank], f"{setting}, {rank=}")
-            self.assertEqual(warn.called, not re.search("no sampler|set_epoch", setting), setting)
+            one_order = "no sampler" not in setting and "set_epoch" not in setting
+            self.assertEqual(warn.called, one_order, setting)
 
-        loader = DataLoader(range(1000), 32, sampler=ddp.DistributedSampler(range(1000), 2, rank=1))
-        sizes = [*map(len, loader)]
+    def test_1000_samples_make_the_batches_that_it_tells(self):
+        sampler = ddp.DistributedSampler(range(1000), num_replicas=2, rank=1)
+        sizes = [len(batch) for batch in DataLoader(range(1000), 32, sampler=sampler)]
         text = f"each rank has {sum(sizes)} samples: {len(sizes)} batches, the last of {sizes[-1]}"
         self.assertIn(f"{text}, or {sizes.count(32)} with", README.read_text())
 
-    def test_the_main_job_prints_what_the_readme_shows(self):
+    def test_the_first_command_prints_what_it_shows(self):
         ranks = max(n for n in (1, 2, 4, 8) if n <= (GPUS or 2))
 
-        out, *_ = run_job(ranks, "--shares 8")
+        (out, *_) = run_job(ranks)
 
-        job = f"world size {ranks}, global batch size 240 in 8 shares"
-        self.assertIn(f"ddp on {'nccl' if GPUS else 'gloo'}, {job}, torch ", out)
+        batch = f"global batch size 240 in 8 shares ({8 // ranks} a rank)"
+        backend = "nccl" if GPUS else "gloo"
+        self.assertIn(f"ddp on {backend}, world size {ranks}, {batch}, torch ", out)
         numbers = []
-        for text in out, README.read_text():
-            last_line = re.search(r"(?m)^epoch 5 \| loss .*", text)[0]
-            numbers.append([number for _, number, _ in read_numbers(last_line)])
-        assert_close(*numbers, "not the README's", 0.001 if GPUS else 0.0001)
+        for text in (out, README.read_text()):
+            last_line = re.search(r"(?m)^epoch 5 \| loss .* \| ", text)[0]
+            numbers.append(torch.tensor([number for _, number, *_ in read_numbers(last_line)]))
+        assert_close(*numbers, "not the README's", 0.002 if GPUS else 0.0002)
 
-    def test_programs_print_the_same_on_one_process_and_on_two(self):
-        one = printed_by("one.py", 1)
+    def test_its_programs_print_the_same_on_one_process_and_on_two(self):
+        programs = readme_programs()
+        one = printed_by(programs["one.py"], 1)
+        self.assertTrue(f"ends at {one.split(' | ')[-1].strip()}\n" in README.read_text(), one)
         for name in ("many.py", "dp.py"):
-            self.assertEqual(printed_by(name, 2), one, name)
-        options = "--epochs 3 --lr 0.1 --shares 4"
-        self.assertEqual(*(read_numbers(printed_by("my_job.py", n, options)) for n in (1, 2)))
+            self.assertEqual(printed_by(programs[name], 2), one, name)
 
-    def test_the_rows_of_the_review_table_have_the_numbers_of_programs(self):
-        for row, world_sizes, *edit in ROWS:
-            numbers = [printed_by("many.py", ranks, "", *edit)[-7:-1] for ranks in world_sizes]
-            shown = re.search(rf"(?m)^\| {row} \|.*", README.read_text())[0]
-            self.assertIn(f" {', '.join(numbers)}", shown)
+    def test_its_gpt_learns_and_prints_the_same_on_one_process_and_on_two(self):
+        gpt, numbers = readme_programs()["gpt.py"], []
+        for ranks in (1, 2):
+            options = "--epochs 2 --num-samples 96 --global-batch-size 24 --shares 4 --lr 0.003"
+            out = printed_by(gpt, ranks, options)
+            losses = re.findall(r"\| loss (\S+).*val_loss (\S+)", out)
+            numbers.append(torch.tensor([float(number) for pair in losses for number in pair]))
+        assert_close(numbers[1], numbers[0], "", 0.001)
+        self.assertLess(numbers[0][-1], numbers[0][1])
 
     def test_shards_train_as_their_samples_do_or_are_refused(self):
+        shards, options = (
+            readme_programs()["shards.py"],
+            f"{SMALL} --shards a.tar --val-shards a.tar",
+        )
         path = Path("a.tar")
         with tarfile.open(path, "w") as tar:
-            for index, sample in enumerate(ddp.SyntheticDataset(48, 64, seed=0)):
+            for index, sample in enumerate(ddp.SyntheticDataset(48, 40, seed=0)):
                 for name, array in zip(("x.npy", "y.npy"), sample):
                     np.save(name, array)
                     tar.add(name, f"{index}.{name}")
-        options = f"{SMALL} --shards a.tar --val-shards a.tar"
-        texts = printed_by("shards.py", 2, options), run_job(2, SMALL)[0]
-        self.assertEqual(*(re.findall(r" loss \S+ accuracy \S+", text) for text in texts))
+        means = r" \| loss \S+ accuracy \S+"
+        printed = re.findall(means, printed_by(shards, 2, options))
+        self.assertEqual(printed, re.findall(means, run_job(2, SMALL)[0]))
 
         intact = path.read_bytes()
-        cut_off = intact[: 15 * 5120]  # after 15 of 48 samples
+        cut_off = intact[: 15 * 5120]
         link = tarfile.TarInfo("48.x.npy")
         link.type = tarfile.SYMTYPE
-        for content in cut_off, cut_off + b"?" * 2000, link.tobuf() + intact:
+        only_zeros = bytes(10240)
+        twice = intact[:5120] + intact
+        damaged = (cut_off, cut_off + b"?" * 2000, link.tobuf() + intact, only_zeros, twice)
+        for content in damaged:
             path.write_bytes(content)
-            with self.assertRaisesRegex(FAILED, "a.tar is damaged or lacks"):
-                printed_by("shards.py", 1, options)
+            with self.assertRaisesRegex(FAILED, "a.tar is damaged"):
+                printed_by(shards, 1, options)
+
+    def test_each_part_can_be_copied_into_an_empty_module(self):
+        """The README's table names the definitions of each part. Here each part is used."""
+        uses = {
+            "sampler": """
+                sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
+                sampler.set_epoch(1, samples_read=4)
+                assert len(list(sampler)) == 2""",
+            "step": """
+                net = nn.Conv1d(3, 3, 1)
+                model = DistributedDataParallel(net)
+                model.broadcast_buffers = False
+                batch = torch.randn(2, 3, 5), torch.ones(2, 5, dtype=torch.int64)
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                sums = train_step(model, optimizer, {0: batch}, (0, 1, 2))
+                assert sums[0] == 10""",
+            "evaluation": """
+                net = nn.Conv1d(3, 3, 1)
+                batch = torch.randn(2, 3, 5), torch.ones(2, 5, dtype=torch.int64)
+                sums = evaluate(net, [batch, batch], seed=0)
+                assert sums[0] == 20""",
+            "random items": """
+                class Noise(Dataset):
+                    def __getitem__(self, index):
+                        return torch.rand(())
+                items = SeededItems(Noise(), seed=0)
+                assert items[1, 2] == items[1, 2] != items[2, 2]""",
+            "checkpoints": """
+                parts = {"net": nn.Conv1d(3, 3, 1)}
+                save_checkpoint("part", {"seed": 0}, parts, 1, 8, torch.zeros(3))
+                assert load_checkpoint("part", {"seed": 0}, parts)[:2] == (1, 8)""",
+        }
+        rows = re.findall(r"(?m)^\| ([a-z ]+) \| (`\w+`(?:, `\w+`)*) \|", README.read_text())
+        self.assertEqual([name for name, _ in rows], list(uses))
+        imports = SOURCE.split('"""\n', 1)[1].split("# ---- 1.")[0]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        for name, definitions in rows:
+            module = imports
+            for definition in re.findall(r"\w+", definitions):
+                pattern = rf"(?m)^(?:@.*\n)?(?:(?:def|class) {definition}\b|{definition} = )"
+                start = re.search(pattern, SOURCE).start()
+                module += SOURCE[start:].split("\n\n\n")[0] + "\n\n\n"
+            with self.subTest(name):
+                exec(module + textwrap.dedent(uses[name]), {"__name__": "part"})
 
 
 # ---- The processes
-# Each slow program is ddp_reference.py with edits, started by the command that comes first.
-PAUSE = """restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-    if epochs_done > 1.3 and restarts == rank == "0":
-        names = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_HOSTID"
-        print("network", *map(os.environ.get, names), "workers by", mp.get_start_method())
+def program(body):
+    """Return a program that replaces functions of ddp_reference.py, and runs its main()."""
+    begin = "import os, signal\nimport torch.distributed as dist\nimport ddp_reference as ddp\n\n\n"
+    return f'{begin}{body.strip()}\n\n\nif __name__ == "__main__":\n    ddp.main()\n'
+
+
+PRINT_DEVICE = """
+def train(args, device):
+    loopback = os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    hostid = os.environ.get("NCCL_HOSTID")
+    print(f"rank {dist.get_rank()} on {device}, {loopback=}, {threads=}, {hostid=}")
+
+
+ddp.train = train
+"""
+# Rank 0 hangs in the second epoch, but not if torchrun has started the job again.
+HANG = """
+def lr_factor(args, epochs_done):
+    if epochs_done > 1.3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["RANK"] == "0":
         signal.pause()
-    return 1"""
-STUCK = """    if mp.current_process().name.endswith(":2"):  # The first was identify()'s.
-        os.killpg(0, signal.SIGINT)  # as Ctrl-C does
-        mp.parent_process().join()  # It is dead before this worker asks Linux for its own end.
-    if sys.platform"""
+    return 1.0
+
+
+ddp.lr_factor = lr_factor
+"""
+# All ranks hang in their first step, after their loader workers have been started.
+STUCK = """
+def lr_factor(args, epochs_done):
+    print("stuck", flush=True)
+    signal.pause()
+
+
+ddp.lr_factor = lr_factor
+"""
+# A copy of ddp_reference.py that forgets the optimizer. It has no option by which check could start
+# processes, so torchrun starts it.
+FORGETFUL = edited(SOURCE, '"--nproc-per-node"', '"--nproc" "-per-node"')
+FORGETFUL = edited(FORGETFUL, '{"net": net, "optimizer": optimizer}', '{"net": net}')
+
+# The slow programs run beside the tests: {name: (command, program)}.
+RUN_SH = ["bash", "run"]  # a symbolic link to run.sh
+RESTART = f"{SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1".split()
+LOSING = f"{SMALL} --epochs 16 --shares 2 --lr 0.003".split()
 SLOW_PROGRAMS = {
+    "shipped.py": ([*RUN_SH, "--nproc-per-node", "2", *SMALL.split()], ""),
+    "devices.py": ([*RUN_SH, "devices.py", "--nproc-per-node", "2"], program(PRINT_DEVICE)),
     "hanging.py": (
-        f"{TORCHRUN} --nproc-per-node=2 --max-restarts=1 hanging.py "
-        f"{SMALL} --timeout 15 --checkpoint hanging --checkpoint-every 1",
-        *("return 1", PAUSE),
+        [
+            sys.executable,
+            *TORCHRUN,
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            "hanging.py",
+            *RESTART,
+        ],
+        program(HANG),
     ),
-    # A loader worker is stuck, and the rank waits for it. Neither heeds Ctrl-C, as after &.
-    "stuck.py": (
-        f"stuck.py {SMALL} --shares 1 --nproc-per-node 1 --num-workers 1",
-        *("    if sys.platform", STUCK, "signal.SIG_DFL", "signal.SIG_IGN"),
+    "killed.py": (
+        [sys.executable, "killed.py", *f"{SMALL} --num-workers 1".split()],
+        program(STUCK),
     ),
-    "forgetful.py": (
-        f"-m test_ddp_reference check forgetful.py {SMALL} --shares 2 --epochs 20 --lr 0.003",
-        *('"--nproc-per-node"', '"--nproc" "-per-node"'),
-        *("= resume(path, identity, parts)", '= resume(path, identity, {"net": net})'),
-    ),
+    "interrupted.py": ([sys.executable, "interrupted.py", *SMALL.split()], program(STUCK)),
+    "forgetful.py": ([*RUN_SH, "check", "forgetful.py", *LOSING], FORGETFUL),
 }
 
 
 @cache
 def start(name):
-    """Start a slow program in a session of its own, as from a terminal, until the tests end."""
-    command, *edits = SLOW_PROGRAMS[name]
-    Path(name).write_text(edited(SOURCE, *edits))
-    options = {"start_new_session": True, "preexec_fn": ddp.end_with_parent, "text": True}
-    return Popen([sys.executable, *command.split()], stdout=PIPE, stderr=PIPE, **options)
+    """Start a slow program in a session of its own, as from a terminal."""
+    command, text = SLOW_PROGRAMS[name]
+    Path(name).write_text(text)
+    if not os.path.exists("run"):
+        os.symlink(HERE / "run.sh", "run")
+    environment = {**os.environ, "PYTHON": sys.executable}
+    options = {"start_new_session": True, "stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
+    return Popen(command, text=True, env=environment, **options)
 
 
 def wait_for(name):
-    """Return a slow program's (status, stdout, stderr) when its processes have ended."""
-    out, err = start(name).communicate(timeout=300)
+    """Return a slow program's (status, stdout, stderr) when all of its processes have ended."""
+    out, err = start(name).communicate(timeout=120)
     return start(name).returncode, out, err
 
 
 class TheProcesses(TestCase):
-    def test_no_process_is_left_when_the_launcher_alone_ends(self):
-        self.assertEqual(wait_for("stuck.py")[0], 130)  # They have ended when this returns.
+    def test_run_sh_trains_on_two_processes(self):
+        status, out, err = wait_for("shipped.py")
 
-    def test_a_hang_prints_all_stacks_and_torchrun_restarts(self):
+        self.assertEqual(status, 0, err)
+        expected = run_job(2, SMALL)[0]
+        means = r"(?m)^epoch .*\d (?=\|)"  # without the speed
+        self.assertEqual(re.findall(means, out), re.findall(means, expected))
+        self.assertIn("\nepoch 1 | loss", out)
+
+    def test_each_rank_has_its_own_device_and_part_of_the_cores(self):
+        status, out, err = wait_for("devices.py")
+
+        self.assertEqual(status, 0, err)
+        threads = max(1, torch.get_num_threads() // 2)
+        for rank in range(2):
+            device = f"cuda:{rank % GPUS}" if GPUS else "cpu"
+            hostid = f"'{rank}'" if GPUS < 2 else None
+            self.assertIn(f"rank {rank} on {device}, loopback=True, {threads=}, {hostid=!s}\n", out)
+
+    def test_a_rank_that_hangs_prints_its_stack_and_torchrun_restarts(self):
         status, out, err = wait_for("hanging.py")
 
-        times = re.findall(r"Timeout \((.*)\)!", err)  # Rank 0 waits longer.
-        self.assertEqual((status, times), (0, ["0:00:16.500000", "0:00:18"]), err)
-        self.assertEqual("ranks share GPUs" in err, GPUS == 1)
-        self.assertRegex(err, " in lr_factor\n")
-        self.assertRegex(err, " in (train_step|named_means|check_copies)\n")  # NCCL waits later.
-        self.assertIn(f"network lo lo {0 if GPUS < 2 else None} workers by spawn\n", out)
-        self.assertRegex(out, "resuming .* at epoch 1/2, sample 24")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(err, r'hanging.py", line \d+ in lr_factor\n')  # the rank that hangs
+        self.assertRegex(err, "Timed out|timeout|Timeout")  # the rank that waits for it
+        self.assertIn("hanging: epoch 1/2, sample 24/48\n", out)
+
+    def test_no_process_is_left_when_the_launcher_is_killed(self):
+        process = start("killed.py")
+        self.assertIn("ddp on", process.stdout.readline())
+        self.assertEqual(process.stdout.readline(), "stuck\n")
+
+        process.kill()
+
+        process.communicate(timeout=60)  # until all processes that can write have ended
+
+    def test_ctrl_c_ends_all_processes(self):
+        process = start("interrupted.py")
+        self.assertIn("ddp on", process.stdout.readline())
+        self.assertEqual(process.stdout.readline(), "stuck\n")
+
+        process.send_signal(signal.SIGINT)  # to the launcher alone
+
+        process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130)
 
 
 # ---- bash run.sh check
-# Which numbers are results, and which are not: those of colours, clocks and speeds, or with a unit.
-NUMBER = r"(?i)(?<![\w.])[-+]?(?:(?:\d*\.\d+|\d+\.?(?=e))(?:e[-+]?\d+)?|inf|nan)(?!\w|\.\d)"
+# A number is a result if it has a decimal point or an exponent, or is followed by a letter or %.
+NUMBER = r"(?<![\d.])[-+]?(?:\d*\.\d+|\d+\.?(?=e[-+]?\d)|\d+(?=[a-z%])|\d+\.(?!\d))(?:e[-+]?\d+)?"
+NUMBER = rf"(?i)(?:{NUMBER}|[-+]?\b(?:inf|nan)\b)(?!\.?\d)"
+# It is no result if it is a time, a size, a speed or a version, or belongs to a colour.
 UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?)(?:/\w+)?(?![\w/])"
 CLOCK = r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])"
 SPEED = r"\w+/[sS](?:ec)?[\"':= ]+[\d.]+"
-NO_RESULT = rf"\x1b\[[\d;]*m|{CLOCK}|{SPEED}|(?<![\w.])[-+\d.e]+ ?{UNIT}"
+NO_RESULT = rf"\x1b\[[\d;]*m|{CLOCK}|{SPEED}|(?<![\w.])[-+\d.e]+ ?{UNIT}|\d+\.\d+\.\d[\w.+]*"
 OPTION = r"""["'](--[\w-]+)["']"""
 
 
-def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf):
-    """Return what a job prints until it ends, or is killed after so many lines.
-
-    job: a script and its options. path: of its checkpoint. limit: seconds until it is ended.
-    """
-    launcher, variables, lines = [], {**os.environ}, []
-    options = re.findall(OPTION, Path(job[0]).read_text())
-    if "--nproc-per-node" not in options:
-        launcher = [*TORCHRUN.split(), f"--nproc-per-node={world_size}"]
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # or lines come too late
-        if GPUS == 1:  # Such a script wants a GPU for each process.
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-    command = ["timeout", "--foreground", f"{limit}", sys.executable, *launcher, *job]
-    # A later option counts, so the job's --checkpoint stays untouched.
-    ours = {"--nproc-per-node": f"{world_size}", "--log-every": "1", "--checkpoint": path}
-    for option, value in ours.items():
-        if option in options:
-            command += [option, value]
-    end_with_check = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # as end_with_parent()
-    process = Popen(command, text=True, stdout=PIPE, env=variables, preexec_fn=end_with_check)
-    try:
-        for line in process.stdout:
-            lines.append(line.replace(path, ""))
-            if len(lines) == kill_after:
-                print("check: the job is killed", file=sys.stderr)
-                return ""  # Below it is ended, and its ranks with it.
-        if process.wait():
-            what = f"took over {limit:.0f} s" if process.returncode == 124 else "failed (see above)"
-            sys.exit(f"check: with {world_size} processes the job {what} after {lines[-1:]}")
-    finally:
-        process.terminate()
-        process.communicate()  # until all its processes have ended
-    return "".join(lines)
-
-
 def read_numbers(printed, ignore="$^"):
-    """Return (kind, number, text) of each decimal number that a job has printed.
+    """Return (kind, number, step, text) for each result that a job has printed.
 
-    The text is the line up to the number ("epoch 0 | loss 0.5"), and the kind is that without
-    numbers ("epoch  | loss #").
+    The text is the line up to the number ("epoch 0 | loss 0.5"), the kind is that without numbers
+    ("epoch  | loss #"), and the step is one unit of its last decimal (0.1).
     """
     numbers = []
     for line in printed.splitlines():
-        line = re.sub(ignore, "", re.sub(NO_RESULT, "", line[:1000]))
+        line = re.sub(ignore, "", re.sub(NO_RESULT, "", line))
+        end = 0
+        kind = ""
         for match in re.finditer(NUMBER, line):
-            text = line[: match.end()]
-            kind = re.sub(r"\d", "", re.sub(NUMBER, "#", text))
-            numbers.append((kind, float(match[0]), text))
+            kind += re.sub(r"\d", "", line[end : match.start()]) + "#"
+            end = match.end()
+            digits, _, exponent = match[0].lower().partition("e")
+            step = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+            numbers.append((kind, float(match[0]), step, line[:end]))
     return numbers
 
 
 def compare(name, numbers, expected, tolerance):
-    """Print how far a run is from one process: return differences (kind, expected kind, note)."""
-    largest, apart, differing = Counter(), 0, []
-    for kind, number, _ in expected:
+    """Print how far a run is from one process: return [(kind, expected kind, note)] of differences.
+
+    A difference is relative to the number of one process, or to a hundredth of the largest number
+    of its kind, if that is more. One unit of the last decimal may come from rounding.
+    """
+    largest = {}
+    for kind, number, *_ in expected:
         if np.isfinite(number):
-            largest[kind] = max(abs(number), largest[kind])
-    both = zip_longest(numbers, expected, fillvalue=("", np.nan, "nothing"))
-    for (kind, number, text), (expected_kind, wanted, wanted_text) in both:
-        difference = abs(number - wanted) / (largest[expected_kind] or 1)
-        if f"{number}" == f"{wanted}":  # Both may be inf or nan.
+            largest[kind] = max(abs(number), largest.get(kind, 0))
+    apart, differing = 0, []
+    nothing = ("", np.nan, 0, "nothing")
+    for actual, wanted in zip_longest(numbers, expected, fillvalue=nothing):
+        kind, number, _, text = actual
+        expected_kind, expected_number, step, expected_text = wanted
+        distance = abs(number - expected_number)
+        scale = max(abs(expected_number), largest.get(expected_kind, 0) / 100) or 1
+        difference = 0 if distance < 1.01 * step else distance / scale
+        if str(number) == str(expected_number):  # Both may be inf or nan.
             difference = 0
         if kind != expected_kind or np.isnan(difference):
             difference = np.inf
         apart = max(apart, difference)
         if difference > tolerance:
-            differing.append((kind, expected_kind, f" (first {text!r}, not {wanted_text!r})"))
+            differing.append((kind, expected_kind, f" (first {text!r}, not {expected_text!r})"))
     print(f"{name}: {apart:.4f} apart{differing[0][2] if differing else ''}", flush=True)
     return differing
 
@@ -822,15 +1096,70 @@ def compare(name, numbers, expected, tolerance):
 def find_cause(differing, expected):
     """Return how "The number of processes changes this job" goes on."""
     if any(kind != expected_kind for kind, expected_kind, _ in differing):
-        return "by a line or decimal that one run lacks: does each rank print, or the batch grow?"
+        return "by a line or number that one run lacks: does each rank print, or the batch grow?"
     # Neither validation nor a learning rate shows what training did.
     no_training = "(?i)(?<![a-z])((e?val|test)(?!ue)|lr[^#]*#$)"
     training = {kind for kind, *_ in expected if not re.search(no_training, kind)}
     if training and training.isdisjoint(kind for kind, *_ in differing):
-        return "only in validation or lr: look at double samples, means, random numbers, BatchNorm."
+        return """only in validation or lr: look at samples that are
+read twice, means, random numbers, BatchNorm and, under Adam, a bias before BatchNorm."""
     return """in training or in what it prints:
 look at samples, their order, batch size, lr, random numbers, BatchNorm, .module(), means, sums
 and, if late, rounding (try float64)."""
+
+
+def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf, show=False):
+    """Return what a job prints until it ends, or is killed after so many lines.
+
+    job: a script and its options. path: of its checkpoint. limit: seconds until it is ended.
+    """
+    command = [sys.executable]
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}  # or lines come too late
+    options = re.findall(OPTION, Path(job[0]).read_text())
+    if "--nproc-per-node" not in options:
+        command += [*TORCHRUN, f"--nproc-per-node={world_size}"]
+        variables["OMP_NUM_THREADS"] = "1"
+        if GPUS == 1:  # Such a script wants a GPU for each process.
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+    command += job
+    # A later option counts, so the job's own --checkpoint stays untouched.
+    ours = {"--nproc-per-node": f"{world_size}", "--log-every": "1", "--checkpoint": path}
+    for option, value in ours.items():
+        if option in options:
+            command += [option, value]
+    # The job prints into a file, so a child that it leaves behind cannot make this wait.
+    with tempfile.NamedTemporaryFile() as out:
+        settings = {"stdin": DEVNULL, "stdout": out, "env": variables, "start_new_session": True}
+        process = Popen(command, **settings)
+        try:
+            lines, began, ended = [], time.monotonic(), False
+            with open(out.name, errors="replace") as printed:
+                while not ended and len(lines) < kill_after:
+                    ended = process.poll() is not None  # before the last lines are read
+                    for line in printed:
+                        lines.append(line.replace(path, ""))
+                        if show:
+                            print(line, end="", flush=True)
+                    if time.monotonic() - began > limit:
+                        sys.exit(
+                            f"check: with {world_size} processes the job took over {limit:.0f} s"
+                        )
+                    time.sleep(0.05)
+        finally:
+            end_session(process)
+    if ended and process.returncode:
+        sys.exit(f"check: with {world_size} processes the job failed (see above)")
+    return "".join(lines)
+
+
+def end_session(process):
+    """End a process and all that it has started, with time to end its ranks."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=40)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def check(arguments, folder, run=run_for_check):
@@ -839,11 +1168,12 @@ def check(arguments, folder, run=run_for_check):
     SCRIPT.py is a copy of ddp_reference.py, or any script that torchrun starts. It runs on one
     process, then on 2 and 4 (with several GPUs on up to 16 of them), or on the numbers that divide
     its shares. If it has --checkpoint-every, it is also killed past its middle, and goes on with
-    another number. All printed decimals are compared, but not those before a unit of time, size or
-    speed, nor what --ignore matches. A difference is relative to the largest number of its kind.
-    The status is 0 if none exceeds --tolerance. It misses integers, what hardly moves these
-    numbers, what a short run never does, what is equally wrong on any number of processes, and what
-    only another kill shows.
+    another number. The numbers that it prints are compared, if they have a decimal point or are
+    followed by a letter or %, but not if this is a unit of time, size or speed, nor what --ignore
+    matches. A difference is relative to the number of one process, or to a hundredth of the largest
+    of its kind if that is more. The status is 0 if none exceeds --tolerance. It misses other
+    integers, what hardly moves these numbers, what a short run never does, what is equally wrong on
+    any number of processes, and what only another kill shows.
     """
     usage = "bash run.sh check [--tolerance 0.0005] [--ignore REGEX] [SCRIPT.py] [its options]"
     parser = ArgumentParser("check", usage=usage, description=check.__doc__)
@@ -860,14 +1190,15 @@ def check(arguments, folder, run=run_for_check):
     except (OSError, re.error) as error:
         parser.error(str(error))
 
+    most = GPUS if GPUS > 1 else 4  # Ranks of ddp_reference.py can share one GPU.
+    kill = ", then it is killed and resumed" if saves else ""
+    print(f"check: the job runs on 1 process, then on up to {most}{kill}. First on 1:", flush=True)
     began = time.monotonic()
-    one = run(1, job, f"{folder}/1")
-    print(one, end="", flush=True)
+    one = run(1, job, f"{folder}/1", show=True)
     limit = 60 + 30 * (time.monotonic() - began)
     expected = read_numbers(one, args.ignore)
-    if not any(np.isfinite(number) for _, number, _ in expected):
+    if not any(np.isfinite(number) for _, number, *_ in expected):
         return f"check: {job[0]} prints no decimal numbers on stdout (logging uses stderr)"
-    most = GPUS if GPUS > 1 else 4  # Ranks of ddp_reference.py can share one GPU.
     found = re.search(r" in (\d+) shares", one)
     shares = int(found[1]) if found else 16
     counts = [n for n in range(1, most + 1) if shares % n == 0]
@@ -888,6 +1219,7 @@ def check(arguments, folder, run=run_for_check):
         print("No kill was tried: the job has no --checkpoint-every.")
     else:
         job += ["--checkpoint-every", "1"]
+        print("check: now the job is killed, which prints tracebacks", file=sys.stderr, flush=True)
         run(counts[-1], job, f"{folder}/killed", limit, one.count("\n") // 2 + 2)
         numbers = read_numbers(run(counts[-2], job, f"{folder}/killed", limit), args.ignore)
         # Each run may first print its options.
@@ -895,90 +1227,347 @@ def check(arguments, folder, run=run_for_check):
             numbers, expected = numbers[1:], expected[1:]
         if not 0 < len(numbers) < len(expected):
             return "check: the job did not go on after the kill: does it resume, is it too short?"
-        name = f"over a kill ({counts[-1]} processes, then {counts[-2]} from {numbers[0][2]})"
+        name = f"over a kill ({counts[-1]} processes, then {counts[-2]} from {numbers[0][3]})"
         if compare(name, numbers, expected[-len(numbers) :], args.tolerance):
             return "The resumed job differs: state is lost, or Adam hid a factor (world size?)."
-    print(f"All decimals are equal within the tolerance of {args.tolerance}.")
+    print(f"All numbers are equal within the tolerance of {args.tolerance}.")
 
 
 class TheCheck(TestCase):
-    def test_check_finds_what_only_a_kill_shows(self):
+    def test_it_reads_results_of_any_format(self):
+        results = "loss=0.5, Acc@1:98.25% val/score 1e-3 (nan) | -.5; inf. \x1b[1m0.25\x1b[0m 30dB"
+        more = "1.5x loss0.75 97% " + "x" * 2000 + " 0.125"
+        others = "0.1 h 3.5ms 2.5 it/s 1.5 GB v2.13.0 7.5s/it 0.5 sec/it a/Sec: 2.5 0:00:01.5 8/12"
+        numbers = [number for _, number, *_ in read_numbers(f"{results} {others} {more}")]
+        expected = [0.5, 98.25, 1e-3, np.nan, -0.5, np.inf, 0.25, 30, 1.5, 0.75, 97, 0.125]
+        np.testing.assert_array_equal(numbers, expected)
+
+    def verdict(self, one, two, *later, job=("job.py",)):
+        """Return what check says of a job that prints `one`, on two processes `two`, and then this.
+
+        A third text is that of one process again, or after a kill.
+        """
+        Path("job.py").write_text("'--checkpoint-every'")
+        runs = mock.Mock(side_effect=[f"{text}\n in 2 shares" for text in (one, two, *later)])
+        with (
+            mock.patch("sys.stdout", io.StringIO()),
+            mock.patch("sys.stderr", io.StringIO()),
+            mock.patch(f"{__name__}.GPUS", 1),
+        ):
+            return check([*job], "", runs) or "equal"
+
+    def test_it_says_where_runs_differ(self):
+        one = "loss 1000.0\nloss 0.1000\nval_loss 0.5000"
+        self.assertIn("in training", self.verdict(one, one.replace("0.1000", "0.9000"), one))
+        self.assertIn("in training", self.verdict(one, one.replace("1000.0", "nan"), one))
+        self.assertIn("only in validation", self.verdict(one, one.replace("0.5", "0.6"), one))
+        self.assertIn("number that one run lacks", self.verdict(one, f"{one}\nloss 1.0", one))
+        self.assertIn("from itself", self.verdict(one, one.replace("0.5", "0.6"), one + " 1.0"))
+        noise = "noise 30dB/15dB"
+        self.assertIn("in training", self.verdict(noise, "noise 20dB/15dB", noise))
+        decimal = one.replace("0.5000", "0.5001")  # One unit of the last decimal may be rounding.
+        self.assertEqual("equal", self.verdict(one, decimal, "", "val_loss 0.5000"))
+
+    def test_it_says_whether_a_killed_job_goes_on(self):
+        one = "lr 0.1\nloss 0.40\nloss 0.20"
+        self.assertEqual("equal", self.verdict(one, one, "lr 0.1\nloss 0.40", "lr 0.1\nloss 0.20"))
+        self.assertIn("state is lost", self.verdict(one, one, "", "lr 0.1\nloss 0.30"))
+        self.assertIn("did not go on", self.verdict(one, one, "", one))
+        self.assertIn("did not go on", self.verdict(one, one, "", ""))
+
+    def test_options_after_the_script_are_the_jobs(self):
+        one = "loss 0.4"
+        options = ["--ignore", "took.*", "job.py", "--tolerance", "9"]
+        self.assertIn("in training", self.verdict(one, "loss 0.6", one, job=options))
+        ignored = self.verdict("a 0.1 took 1.0", "a 0.1 took 2.0", "", "", job=options)
+        self.assertIn("did not go on", ignored)
+
+    def test_it_ends_any_job(self):
+        for text, reason in (
+            ("import sys\nsys.exit(1 + len(sys.stdin.read()))", "2 processes the job failed"),
+            ("print('loss 0.5', flush=True)\nwhile True: pass", "took over 3 s"),
+            ("import os, time\nif os.fork() == 0: time.sleep(99)\nos._exit(3)", "failed"),
+        ):
+            Path("job.py").write_text(f"# '--nproc-per-node'\n{text}")
+            with self.assertRaisesRegex(SystemExit, reason):
+                run_for_check(2, ["job.py"], "path", limit=3)
+        Path("job.py").write_bytes(b"# '--nproc-per-node'\nprint('\\udcff 0.5', end='')")
+        with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "utf-8:surrogateescape"}):
+            self.assertEqual(len(read_numbers(run_for_check(1, ["job.py"], "path"))), 1)
+
+    def test_it_finds_what_only_a_kill_shows(self):
         status, out, err = wait_for("forgetful.py")
 
         self.assertEqual(status, 1, err)
         self.assertIn("state is lost", err)
         self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 'epoch")
 
-    def test_check_reads_results_of_any_format(self):
-        line = "loss=0.5, Acc@1:98.25% val/score 1e-3 (nan) | -.5; inf. \x1b[1m0.25\x1b[0m min 0.75"
-        others = "0.1 h 3.5ms 2.5 it/s 1.5 GB v2.13.0 7.5s/it 0.5 sec/it lr0.1 a/Sec: 2.5 0:00:01.5"
-        numbers = [number for _, number, _ in read_numbers(f"{line} {others}")]
-        np.testing.assert_array_equal(numbers, [0.5, 98.25, 1e-3, np.nan, -0.5, np.inf, 0.25, 0.75])
 
-    @mock.patch("sys.stdout", io.StringIO())
-    @mock.patch(f"{__name__}.GPUS", 1)
-    def test_check_says_where_runs_differ(self):
-        """Here runs are texts: of one process, two, and one again, or until and after a kill."""
-        options = "Namespace(lr=0.1)\nbatch 2 in 2 shares\n"
-        begin = f"{options}epoch 0 | 2/4 | value 0.5000, nan%\nepoch 0 | 4/4 | value 4e-1, inf%\n"
-        end = "epoch 0 | val_loss=0.4 acc 0.5 took 9.0\nepoch 1 | 2/4 | value 0.3000, 1.00%\n"
-        one = begin + end
-        resumed = options + end.replace("9.0", "7.0")
-        Path("job.py").write_text("'--checkpoint-every'")
-        job = ["--ignore", "took .*", "job.py", "--tolerance", "1"]  # This tolerance is the job's.
-        for two, later, message in (
-            (one.replace("1.00%", "1.01%"), [one], "in training"),
-            (one.replace("0.5000", "0.5003"), [one.replace("0.3000", "0.7")], "from itself"),
-            (one.replace("0.3000", "0.3002"), ["", resumed], None),  # just within
-            (one.replace("0.3000", "nan"), [one], "in training"),
-            (one.replace("acc 0.5", "acc 0.6"), [one], "only in validation"),
-            (one + end, [one], "by a line or decimal"),
-            (one.replace("value 4e-1", "bias 4e-1"), [one], "by a line or decimal"),
-            (one, ["", ""], "did not go on"),
-            (one, ["", one], "did not go on"),
+# ---- bash run.sh review
+# Each faulty program is the README's many.py with one fault: (row of the README's table, what shows
+# the fault, (old, new), ...). What shows it is a key of SHOWN_BY. The order tells nothing.
+SHOWN_BY = {
+    "check": "`check` finds it: two processes print other numbers than one.",
+    "fails": "`check` finds it: with two processes the job fails. (On GPUs it may hang.)",
+    "blind": "`check` cannot find it, because all numbers of processes print the same.",
+}
+STEP = """    for x, y in loader:
+        loss = cross_entropy(model(x.to(device)), y.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+STEP_PER_TWO_BATCHES = """    for i, (x, y) in enumerate(loader, start=1):
+        loss = cross_entropy(model(x.to(device)), y.to(device)) / 2
+        loss.backward()
+        if i % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+STEP_UNDER_NO_SYNC = """    for i, (x, y) in enumerate(loader, start=1):
+        with model.no_sync() if i % 4 else nullcontext():
+            loss = cross_entropy(model(x.to(device)), y.to(device)) / 4
+            loss.backward()
+        if i % 4 == 0 or i == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+LOOP = "    for x, y in loader:\n"
+LOSS = "cross_entropy(model(x.to(device)), y.to(device))"
+SUM_OF_LOSSES = LOSS[:-1] + ', reduction="sum")'
+STEPS = "        optimizer.step()\n"
+SCHEDULES = "        scheduler.step()\n"
+SCHEDULE = """num_steps = 3 * len(train_set) // batch_size
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+"""
+SAMPLER = "sampler = DistributedSampler(train_set)\n"
+SET_EPOCH = "    sampler.set_epoch(epoch)\n"
+WRAP = "model = DistributedDataParallel(model)\n"
+FREEZE = "model.weight.requires_grad_(False)\n"
+TRAIN_MODE = "    model.train()\n"
+UNFREEZE = "    model.module.weight.requires_grad_(epoch >= 1)\n"
+IMPORT_NULLCONTEXT = "import os\nfrom contextlib import nullcontext\n"
+VAL_SAMPLER = "range(rank, len(val_set), world_size)"
+ACCURACY = "num_correct / (25 * 64)"
+OF_ALL_READ = "num_correct / (len(val_sampler) * world_size * 64)"
+SUM = "    dist.all_reduce(num_correct)\n"
+IF_RANK_0 = "    if rank == 0:\n"
+SUM_ON_RANK_0 = "    if rank == 0:\n        dist.all_reduce(num_correct)\n"
+HALVE_LR = '    if rank == 0:\n        optimizer.param_groups[0]["lr"] /= 2\n'
+SAVE = "if rank == 0:\n    torch.save"
+STOP = f"    if {ACCURACY} > 0.97:\n        break\n"
+FAULTS = {
+    "a": (19, "check", [(SUM, ""), (ACCURACY, "num_correct / (len(val_sampler) * 64)")]),
+    "b": (1, "check", [(" // world_size", "")]),
+    "c": (3, "check", [(SAMPLER, ""), ("sampler=sampler, ", "shuffle=True, "), (SET_EPOCH, "")]),
+    "d": (4, "blind", [(SET_EPOCH, "")]),
+    "e": (18, "check", [(VAL_SAMPLER, "DistributedSampler(val_set)"), (ACCURACY, OF_ALL_READ)]),
+    "f": (23, "fails", [(SUM, ""), (IF_RANK_0, SUM_ON_RANK_0)]),
+    "g": (5, "check", [("Sampler(train_set)", "Sampler(train_set, seed=rank)")]),
+    "h": (7, "check", [("cross_entropy(model(", "cross_entropy(model.module(")]),
+    "i": (12, "check", [(LOOP, LOOP + "        y[x[:, 0, 0] > 0, 4:] = -100\n")]),
+    "j": (16, "check", [(LOOP, LOOP + "        x *= 4 * torch.rand(len(x), 1, 1)\n")]),
+    "k": (13, "check", [(LOSS, SUM_OF_LOSSES), ("lr=1)", "lr=1 / (16 * 64))")]),
+    "l": (
+        2,
+        "check",
+        [("val_sampler = ", SCHEDULE + "val_sampler = "), (STEPS, STEPS + SCHEDULES)],
+    ),
+    "m": (26, "fails", [(SUM, "    dist.reduce(num_correct, dst=0)\n"), (SAVE, STOP + SAVE)]),
+    "n": (14, "check", [("torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()")]),
+    "o": (8, "check", [(WRAP, FREEZE + WRAP), (TRAIN_MODE, UNFREEZE + TRAIN_MODE)]),
+    "p": (10, "check", [(STEP, STEP_UNDER_NO_SYNC), ("import os\n", IMPORT_NULLCONTEXT)]),
+    "q": (11, "blind", [(STEP, STEP_PER_TWO_BATCHES)]),
+    "r": (9, "check", [(IF_RANK_0, HALVE_LR + IF_RANK_0)]),
+    "s": (36, "blind", [("model.module.state_dict()", "model.state_dict()")]),
+    "t": (
+        24,
+        "fails",
+        [
+            ("SyntheticDataset(96,", "SyntheticDataset(81,"),
+            ("DataLoader, DistributedSampler", "DataLoader, SubsetRandomSampler"),
+            (SAMPLER, "sampler = SubsetRandomSampler(range(rank, len(train_set), world_size))\n"),
+            (", drop_last=True", ""),
+            (SET_EPOCH, ""),
+        ],
+    ),
+}
+# The faults of the README's train.py: row | where it stands | what to say of it.
+TRAIN_FAULTS = """\
+1 | BATCH_SIZE = 16 | A step has BATCH_SIZE * ACCUM_STEPS samples on each rank, but lr stays.
+4 | for epoch in range(start | `sampler.set_epoch(epoch)` is missing.
+18 | DistributedSampler(val_set | 251 samples become 252.
+19 | correct / labels:.4f | train_acc is that of rank 0's half of the data.
+12 | (loss / ACCUM_STEPS) | It is a mean of means, but batches have unequal numbers of labels.
+5 | torch.manual_seed(1234 | Then random_split() splits in another way on each rank.
+10 | with model.no_sync() | The last step of an epoch is taken after a pass under no_sync().
+37 | torch.save(state | A kill while it saves leaves half a file, and no older one.
+39 | state = {"net" | The scheduler is neither saved nor loaded.
+33 | torch.load(args.resume) | There is no map_location.
+26 | dist.reduce(totals | Only rank 0 gets the sums, yet every rank decides when to stop.
+8 | net.stem.requires_grad_(True) | It is unfrozen after DDP was made.
+2 | num_steps = | It counts batches, but scheduler.step() is called once in ACCUM_STEPS.
+22 | evaluate(net, val_loader | Each rank evaluates with its own running statistics.
+"""
+
+
+def faulty_programs():
+    """Return {name: text} of the faulty versions of many.py."""
+    many = re.sub(r"(?m)  # row \d+$", "", readme_programs()["many.py"])  # This gives rows away.
+    programs = {}
+    for name, (_, _, edits) in FAULTS.items():
+        programs[name] = many
+        for old, new in edits:
+            programs[name] = edited(programs[name], old, new)
+    return programs
+
+
+def answers():
+    """Return the lines that `bash run.sh review --answers` prints."""
+    titles = dict(re.findall(r"(?m)^\| (\d+) \| (.*?) \|", README.read_text()))
+    many = re.sub(r"(?m)  # row \d+$", "", readme_programs()["many.py"]).splitlines()
+    lines = []
+    for name, text in faulty_programs().items():
+        row, shown_by, _ = FAULTS[name]
+        if name == "m":  # Its first change is harmless without the second.
+            line = text[: text.index("dist.reduce")].count("\n") + 1
+        else:
+            same = [new == old for new, old in zip(text.splitlines(), many)]
+            line = 1 + same.index(False)
+        lines.append(f"{name}.py, line {line}: row {row}, {titles[str(row)]} {SHOWN_BY[shown_by]}")
+    train = readme_programs()["train.py"]
+    for fault in TRAIN_FAULTS.splitlines():
+        row, place, words = fault.split(" | ")
+        line = train[: train.index(place)].count("\n") + 1
+        lines.append(f"train.py, line {line}: row {row}, {titles[row]} {words}")
+    return lines
+
+
+def review(arguments):
+    """Write faulty programs into a folder, or with --answers print what is wrong in them."""
+    parser = ArgumentParser("review", usage="bash run.sh review FOLDER, or review --answers")
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--answers", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.answers:
+        print("\n".join(answers()))
+        return
+    if not args.folder:
+        parser.error("name a folder")
+    os.makedirs(args.folder, exist_ok=True)
+    programs = faulty_programs() | {"train": readme_programs()["train.py"]}
+    for name, text in programs.items():
+        Path(args.folder, f"{name}.py").write_text(text)
+    print(f"""wrote {len(programs)} programs to {args.folder}. Each has a fault, and train.py has fourteen.
+They train on several GPUs, and torchrun starts them. What is wrong, in which line, and what does
+it do to a training? (bash run.sh review --answers)""")
+
+
+def run_all(programs, world_size):
+    """Run programs one after another in one job of so many ranks: return {name: printed}."""
+    (out, *_) = run_job(world_size, main=partial(be_all, programs))
+    texts = re.split(r"(?m)^---- (.*)\n", out)
+    return dict(zip(texts[1::2], texts[2::2]))
+
+
+def be_all(programs):
+    """In place of main(): run the programs in one process group."""
+    dist.init_process_group("nccl" if int(os.environ["WORLD_SIZE"]) <= GPUS else "gloo")
+    destroy = dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    for name, text in programs.items():
+        if dist.get_world_size() > GPUS:
+            text = text.replace("torch.cuda.is_available()", "False")
+        Path(f"program{dist.get_rank()}.py").write_text(text)
+        print(f"---- {name}")
+        runpy.run_path(f"program{dist.get_rank()}.py", run_name="__main__")
+        if name == "s":
+            print(list(torch.load("model.pt")))
+    destroy()
+
+
+class TheReview(TestCase):
+    def test_each_faulty_program_shows_what_the_answers_say(self):
+        programs = {"many": readme_programs()["many.py"], **faulty_programs()}
+        failing = [name for name, (_, shown_by, _) in FAULTS.items() if shown_by == "fails"]
+        for name in failing:
+            text = programs.pop(name)
+            self.assertIn("epoch 2", printed_by(text, 1) + "epoch 2" * (name == "m"))
+            with self.assertRaises(FAILED):
+                printed_by(text, 2)
+        one, two = (run_all(programs, ranks) for ranks in (1, 2))
+        with mock.patch("sys.stdout", io.StringIO()):
+            for name, (_, shown_by, _) in FAULTS.items():
+                if name not in failing:
+                    numbers = (read_numbers(two[name]), read_numbers(one[name]))
+                    finds = "check" if compare("", *numbers, 0.0005) else "blind"
+                    self.assertEqual(finds, shown_by, name)
+        self.assertEqual(one["many"], two["many"])
+        self.assertNotEqual(one["d"], one["many"])
+        self.assertNotEqual(one["q"], one["many"])
+        self.assertIn("module.weight", two["s"])
+
+    def test_the_readme_shows_what_check_says_of_a_fault(self):
+        text = re.sub(r"(?m)^.*# row 19\n", "", readme_programs()["many.py"])
+        runs = [printed_by(text, ranks) for ranks in (1, 2, 4, 1)]
+        Path("job.py").write_text("")
+        with (
+            mock.patch("sys.stdout", io.StringIO()) as out,
+            mock.patch(f"{__name__}.GPUS", 1),
         ):
-            runs = mock.Mock(side_effect=(one, two, *later))
-            self.assertIn(str(message), str(check(job, "", runs)), (two, later))
-        self.assertIn(" 0.2000 apart", sys.stdout.getvalue())
-        resumed_by = 1, [*job[2:], "--checkpoint-every", "1"], "/killed"
-        self.assertEqual(runs.call_args[0][:3], resumed_by)
+            verdict = check(["job.py"], "", mock.Mock(side_effect=runs))
+        shown = "2 processes: " + out.getvalue().split("2 processes: ")[1] + verdict
+        self.assertTrue(shown in README.read_text(), shown)
 
-        # Without --checkpoint-every no kill is tried.
-        options = "'--nproc-per-node' '--checkpoint'"
-        Path("job.py").write_text(f"import sys; print(*sys.argv); exit(1)  # {options}")
-        self.assertIn("no decimal", check(["--amp"], "", lambda *_: "1/2 inf"))
-        self.assertIsNone(check(job, "", mock.Mock(side_effect=(one, one))))
-        text = "lr 0.1 val 0.5"
-        runs = mock.Mock(side_effect=(text, text, "lr 0.1 val 0.6", text))  # Only 4 differ.
-        self.assertIn("in training", check(job, "", runs))
-        with self.assertRaisesRegex(SystemExit, r"failed .*a --nproc-per-node 7 --checkpoint \\n"):
-            run_for_check(7, ["job.py", "a"], "a.ck")
-        Path("job.py").write_text("import time; time.sleep(99)")
-        with self.assertRaisesRegex(SystemExit, "took over 1 s"):
-            run_for_check(1, ["job.py"], "ck", limit=1)
+    def test_the_long_program_depends_on_the_number_of_processes(self):
+        train = readme_programs()["train.py"]
+        numbers = [read_numbers(printed_by(train, ranks, "--epochs 3")) for ranks in (1, 2)]
+        with mock.patch("sys.stdout", io.StringIO()):
+            self.assertTrue(compare("", numbers[1], numbers[0], 0.1))
+
+    def test_answers_name_a_line_of_each_program(self):
+        lines = answers()
+        self.assertEqual(len(lines), len(FAULTS) + 14)
+        self.assertIn("a.py, line 39: row 19, The number is one rank's.", lines[0])
 
 
 def main():
-    """Do `check` or `programs`, or run the tests."""
-    if sys.argv[1:] == ["programs"]:
+    """Do `check`, `review` or `programs`, or run the tests."""
+    command, *arguments = [*sys.argv[1:], ""]
+    if command == "programs":
         for name, text in readme_programs().items():
             if not os.path.exists(name):
                 Path(name).write_text(text)
                 print(f"wrote {name}")
-        return
-    if sys.argv[1:2] == ["check"]:
-        for number in (signal.SIGINT, signal.SIGTERM):  # so that no file is left
+    elif command == "review":
+        review(arguments[:-1])
+    elif command == "check":
+        for number in (signal.SIGINT, signal.SIGTERM):  # so that no process and no file is left
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         with tempfile.TemporaryDirectory() as folder:
             os.environ["TMPDIR"] = folder
-            sys.exit(check(sys.argv[2:], folder))
+            sys.exit(check(arguments[:-1], folder))
+    else:
+        run_tests()
+
+
+def run_tests():
+    """Run the tests, and count a test that fails by several subtests once."""
     result = unittest.main(exit=False, verbosity=2).result
-    failed = len({f"{test}".split()[0] for test, _ in result.failures + result.errors})
+    failed = len({str(test).split()[0] for test, _ in result.failures + result.errors})
     skipped = len(result.skipped)
     passed = max(0, result.testsRun - failed - skipped)  # setUpModule() may have failed.
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(failed > 0 or not result.testsRun)  # -k may name no test.
 
 
+# ---- Answers to the lessons
+# 0: On rank 0, which has i at index i, all are wrong, because 2 * i + 1 is right. On rank 1, which
+#    has i + 1, all are wrong but the one at index 0.
+# 1: Both read rank 0's samples: half of all, each twice. The other half is never read.
+# 2: On rank 0 it is 1/110, on rank 1 1/160, each halved by DDP's average. It should be 1/270.
+# 3: On one rank none are. On two, rank 1's 12 are: it keeps the running means of its own share.
+# 4: 2 and 1 fail, because all shares of a rank then drop the same logits. On 4, each has one share.
+# 5: Only the momentum does, which the optimizer holds. The rest follows from the samples read.
 if __name__ == "__main__":
     main()
