@@ -45,7 +45,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.data import BatchSampler, DataLoader, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp_reference as ddp
@@ -229,7 +229,7 @@ class Lesson2Step(TestCase):
             for shares in (ranks, 12):  # Of 12 shares, two have no labels.
                 net = saved_net(ranks, f"--shares {shares}", *task)
                 assert_close(net, expected, f"with {shares} shares on {ranks} ranks")
-        net = saved_net(2, "--shares 4 --num-workers 1", *task)
+        net = saved_net(1, "--shares 4 --num-workers 1", *task)
         assert_close(net, expected, "read by loader workers")
 
 
@@ -568,10 +568,10 @@ class Faults(TestCase):
         self.assert_job_fails("--global-batch-size is larger than the 6 samples", "--num-samples 6")
 
     def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(self):
-        for workers in (0, 1):
-            make_task = partial(make_task_with, plain_net, Ending(48, 40, seed=0))
+        make_task = partial(make_task_with, plain_net, Ending(48, 40, seed=0))
+        for ranks, workers in ((2, 0), (1, 1)):
             with self.assertRaisesRegex(FAILED, "StopIteration"):
-                run_job(2, f"{SMALL} --num-workers {workers}", make_task=make_task)
+                run_job(ranks, f"{SMALL} --num-workers {workers}", make_task=make_task)
 
 
 # In place of functions of ddp_reference.py: unusual jobs, which must go on.
@@ -608,22 +608,11 @@ def step_after_another_nets(model, *arguments):
     return train_step(model, *arguments)
 
 
-class NeedsWorkers(ddp.SyntheticDataset):
-    """It can only be read by so many workers."""
-
-    def __init__(self, num_workers, *arguments):
-        super().__init__(*arguments)
-        self.num_workers = num_workers
-
-    def __getitem__(self, index):
-        assert get_worker_info().num_workers == self.num_workers
-        return super().__getitem__(index)
-
-
-def task_for_workers(args, device):
-    """In place of make_task(): --num-workers 3 must give 3 for training, and 2 for validation."""
-    _, _, *others = make_task_with(plain_net, None, args, device)
-    return NeedsWorkers(3, 48, 40, 0), NeedsWorkers(2, 25, 40, 1), *others
+def loader_that_tells(dataset, num_workers, persistent_workers=False, **options):
+    """In place of DataLoader: print the options for workers, and make a loader that has none."""
+    context, timeout = options.pop("multiprocessing_context"), options.pop("timeout")
+    print(f"{num_workers=} {persistent_workers=} {context=} {timeout=}")
+    return DataLoader(dataset, **options)
 
 
 class AllIgnored(ddp.SyntheticDataset):
@@ -658,7 +647,7 @@ def profiled_step(*arguments):
 class UnusualJobs(TestCase):
     def test_hooks_and_nets_that_draw_in_evaluation_do_not_see_the_number_of_ranks(self):
         printed = []
-        for ranks, workers in ((1, 0), (2, 1), (4, 0)):
+        for ranks, workers in ((1, 1), (2, 0), (4, 0)):
             options = f"{SMALL} --num-workers {workers} --lr 0.1 --checkpoint unusual"
             make_task = partial(make_task_with, UnusualNet, Ragged(48, 40, seed=0))
             out = run_job(ranks, options, make_task=make_task, train_step=step_after_another_nets)
@@ -673,9 +662,12 @@ class UnusualJobs(TestCase):
         net = saved_net(2, "--shares 2", plain_net, AllIgnored(12, 40, seed=0))
         self.assertTrue(all(value.isfinite().all() for value in net.values()))
 
-    def test_num_workers_counts_the_workers_of_a_rank(self):
-        out = run_job(1, f"{SMALL} --epochs 1 --num-workers 3", make_task=task_for_workers)
-        self.assertIn("\nepoch 0 | loss", out[0])
+    def test_num_workers_counts_the_workers_of_a_rank_and_at_most_two_for_validation(self):
+        (out,) = run_job(1, f"{SMALL} --num-workers 3", DataLoader=loader_that_tells)
+
+        same = "context='spawn' timeout=60\n"
+        self.assertIn(f"num_workers=3 persistent_workers=True {same}", out)
+        self.assertIn(f"num_workers=2 persistent_workers=False {same}", out)
 
     def test_amp_computes_in_bfloat16(self):
         make_task = partial(make_task_with, PrintsDtype, ddp.SyntheticDataset(48, 40, seed=0))
@@ -934,15 +926,10 @@ def lr_factor(args, epochs_done):
 
 ddp.lr_factor = lr_factor
 """
-# A copy of ddp_reference.py that forgets the optimizer. It has no option by which check could start
-# processes, so torchrun starts it.
-FORGETFUL = edited(SOURCE, '"--nproc-per-node"', '"--nproc" "-per-node"')
-FORGETFUL = edited(FORGETFUL, '{"net": net, "optimizer": optimizer}', '{"net": net}')
-
 # The slow programs run beside the tests: {name: (command, program)}.
 RUN_SH = ["bash", "run"]  # a symbolic link to run.sh
+ALONE = f"{SMALL} --nproc-per-node 1".split()
 RESTART = f"{SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1".split()
-LOSING = f"{SMALL} --epochs 16 --shares 2 --lr 0.003".split()
 SLOW_PROGRAMS = {
     "shipped.py": ([*RUN_SH, "--nproc-per-node", "2", *SMALL.split()], ""),
     "devices.py": ([*RUN_SH, "devices.py", "--nproc-per-node", "2"], program(PRINT_DEVICE)),
@@ -957,12 +944,8 @@ SLOW_PROGRAMS = {
         ],
         program(HANG),
     ),
-    "killed.py": (
-        [sys.executable, "killed.py", *f"{SMALL} --num-workers 1".split()],
-        program(STUCK),
-    ),
-    "interrupted.py": ([sys.executable, "interrupted.py", *SMALL.split()], program(STUCK)),
-    "forgetful.py": ([*RUN_SH, "check", "forgetful.py", *LOSING], FORGETFUL),
+    "killed.py": ([sys.executable, "killed.py", *ALONE, "--num-workers", "1"], program(STUCK)),
+    "interrupted.py": ([sys.executable, "interrupted.py", *ALONE], program(STUCK)),
 }
 
 
@@ -1295,12 +1278,20 @@ class TheCheck(TestCase):
         with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "utf-8:surrogateescape"}):
             self.assertEqual(len(read_numbers(run_for_check(1, ["job.py"], "path"))), 1)
 
-    def test_it_finds_what_only_a_kill_shows(self):
-        status, out, err = wait_for("forgetful.py")
+    def test_it_starts_and_kills_scripts_of_torchrun(self):
+        text = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    print(os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+    time.sleep(99 * ("killed" in sys.argv))
+"""
+        Path("job.py").write_text(f"options = '--checkpoint', '--log-every'{text}")
 
-        self.assertEqual(status, 1, err)
-        self.assertIn("state is lost", err)
-        self.assertRegex(out, r"\nover a kill \(2 processes, then 1 .* apart \(first 'epoch")
+        ended = run_for_check(2, ["job.py", "--lr", "0.1"], "path")
+        killed = run_for_check(1, ["job.py", "killed"], "path", kill_after=1)
+
+        self.assertEqual(ended, "2 --lr 0.1 --log-every 1 --checkpoint \n")
+        self.assertIn("1 killed", killed)
 
 
 # ---- bash run.sh review
@@ -1425,15 +1416,13 @@ def faulty_programs():
 def answers():
     """Return the lines that `bash run.sh review --answers` prints."""
     titles = dict(re.findall(r"(?m)^\| (\d+) \| (.*?) \|", README.read_text()))
-    many = re.sub(r"(?m)  # row \d+$", "", readme_programs()["many.py"]).splitlines()
+    many = re.sub(r"(?m)  # row \d+$", "", readme_programs()["many.py"])
     lines = []
     for name, text in faulty_programs().items():
-        row, shown_by, _ = FAULTS[name]
-        if name == "m":  # Its first change is harmless without the second.
-            line = text[: text.index("dist.reduce")].count("\n") + 1
-        else:
-            same = [new == old for new, old in zip(text.splitlines(), many)]
-            line = 1 + same.index(False)
+        row, shown_by, edits = FAULTS[name]
+        old, new = edits[0]
+        where = text[: text.index(new)] if new else many[: many.index(old)]
+        line = where.count("\n") + 1
         lines.append(f"{name}.py, line {line}: row {row}, {titles[str(row)]} {SHOWN_BY[shown_by]}")
     train = readme_programs()["train.py"]
     for fault in TRAIN_FAULTS.splitlines():
@@ -1458,7 +1447,8 @@ def review(arguments):
     programs = faulty_programs() | {"train": readme_programs()["train.py"]}
     for name, text in programs.items():
         Path(args.folder, f"{name}.py").write_text(text)
-    print(f"""wrote {len(programs)} programs to {args.folder}. Each has a fault, and train.py has fourteen.
+    count = len(programs)
+    print(f"""wrote {count} programs to {args.folder}. Each has a fault, and train.py has fourteen.
 They train on several GPUs, and torchrun starts them. What is wrong, in which line, and what does
 it do to a training? (bash run.sh review --answers)""")
 
