@@ -588,7 +588,6 @@ class UnusualNet(nn.Module):
         self.conv.weight.register_hook(clamp)
         self.norm = checkpoint_wrapper(nn.BatchNorm1d(3))  # named_buffers() has other names.
         self.register_buffer("mask", torch.full((3, 1), -torch.inf))
-        self.register_buffer("phase", torch.tensor(1j))
 
     def get_extra_state(self):
         return "a text"
@@ -598,7 +597,7 @@ class UnusualNet(nn.Module):
 
     def forward(self, x):
         logits = self.norm(self.conv(x + torch.rand(len(x), 1, 1, device=x.device)))
-        return torch.maximum(logits, self.mask) * self.phase.abs()
+        return torch.maximum(logits, self.mask)
 
 
 def step_after_another_nets(model, *arguments):
@@ -1462,11 +1461,14 @@ def run_all(programs, world_size):
 
 def be_all(programs):
     """In place of main(): run the programs in one process group."""
-    dist.init_process_group("nccl" if int(os.environ["WORLD_SIZE"]) <= GPUS else "gloo")
+    on_gpus = int(os.environ["WORLD_SIZE"]) <= GPUS
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpus else "gloo")
     destroy = dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     for name, text in programs.items():
-        if dist.get_world_size() > GPUS:
+        if not on_gpus:
             text = text.replace("torch.cuda.is_available()", "False")
         Path(f"program{dist.get_rank()}.py").write_text(text)
         print(f"---- {name}")
