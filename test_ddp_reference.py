@@ -586,7 +586,9 @@ class UnusualNet(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(3, 3, 3, padding=1, bias=False)
         self.conv.weight.register_hook(clamp)
-        self.norm = checkpoint_wrapper(nn.BatchNorm1d(3))  # named_buffers() has other names.
+        self.norm = checkpoint_wrapper(
+            nn.BatchNorm1d(3), preserve_rng_state=False
+        )  # named_buffers() has other names.
         self.register_buffer("mask", torch.full((3, 1), -torch.inf))
 
     def get_extra_state(self):
@@ -1307,8 +1309,8 @@ STEP = """    for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
-STEP_PER_TWO_BATCHES = """    for i, (x, y) in enumerate(loader, start=1):
-        loss = cross_entropy(model(x.to(device)), y.to(device)) / 2
+STEP_PER_FOUR_BATCHES = """    for i, (x, y) in enumerate(loader, start=1):
+        loss = cross_entropy(model(x.to(device)), y.to(device)) / 4
         loss.backward()
         if i % 4 == 0:
             optimizer.step()
@@ -1367,7 +1369,7 @@ FAULTS = {
     "n": (14, "check", [("torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()")]),
     "o": (8, "check", [(WRAP, FREEZE + WRAP), (TRAIN_MODE, UNFREEZE + TRAIN_MODE)]),
     "p": (10, "check", [(STEP, STEP_UNDER_NO_SYNC), ("import os\n", IMPORT_NULLCONTEXT)]),
-    "q": (11, "blind", [(STEP, STEP_PER_TWO_BATCHES)]),
+    "q": (11, "blind", [(STEP, STEP_PER_FOUR_BATCHES)]),
     "r": (9, "check", [(IF_RANK_0, HALVE_LR + IF_RANK_0)]),
     "s": (36, "blind", [("model.module.state_dict()", "model.state_dict()")]),
     "t": (
