@@ -904,6 +904,7 @@ def train(args, device):
     threads = int(os.environ["OMP_NUM_THREADS"])
     hostid = os.environ.get("NCCL_HOSTID")
     print(f"rank {dist.get_rank()} on {device}, {loopback=}, {threads=}, {hostid=}")
+    dist.barrier()  # Without it, one rank may leave before the other has come.
 
 
 ddp.train = train
@@ -1475,7 +1476,7 @@ def be_all(programs):
         Path(f"program{dist.get_rank()}.py").write_text(text)
         print(f"---- {name}")
         runpy.run_path(f"program{dist.get_rank()}.py", run_name="__main__")
-        if name == "s":
+        if name == "s" and dist.get_rank() == 0:
             print(list(torch.load("model.pt")))
     destroy()
 
