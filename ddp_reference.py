@@ -323,7 +323,7 @@ def train(args, device):
         while samples_read + args.global_batch_size <= len(train_set):
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
-                group["lr"] = initial_lr * factor
+                group["lr"] = initial_lr * float(factor)  # A NumPy number could not be loaded.
             batches = {share: next(train_batches) for share in shares}
             seeds = (args.seed, epoch, samples_read)
             # RANKS MEET

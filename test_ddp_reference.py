@@ -319,7 +319,7 @@ def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return min(1, epochs_done + 0.1)
+    return np.float64(min(1, epochs_done + 0.1))  # A checkpoint must not hold this NumPy number.
 
 
 never_stop = partial(stop_at, np.inf)
@@ -336,7 +336,7 @@ def plain_loop(args, device):
         sampler.set_epoch(epoch)
         for step, indices in enumerate(steps):
             samples_read = step * args.global_batch_size
-            factor = never_stop(args, epoch + samples_read / len(train_set))
+            factor = min(1, epoch + samples_read / len(train_set) + 0.1)
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
                 group["lr"] = initial_lr * factor
             items = []
