@@ -5,8 +5,8 @@
 
 Here the number of processes changes the speed of a training, but not its result. So you can debug
 on one GPU what went wrong on eight, compare runs of different machines, and go on with four GPUs
-when the others fail. In most scripts it changes the result as well, because it changes which
-samples are computed together, and so the BatchNorm statistics, and the random numbers.
+when the others fail. In most scripts it changes the result as well, because the batch is counted
+for each process, which computes BatchNorm statistics and draws random numbers for itself.
 
 Each process has a number, its rank, and the number of processes is the world size. Every rank holds
 a copy of the net. The samples of a step, its global batch, are cut into a fixed number of shares
@@ -254,8 +254,9 @@ def make_loaders(args, shares, train_set, val_set):
     train_batches = ShareBatchSampler(sampler, shares, share_size)
     # A DistributedSampler would read some samples twice, which falsifies validation
     # (pytorch/pytorch#25162). Instead, each rank takes every world_size-th batch.
-    starts = range(0, len(val_set), share_size)[dist.get_rank() :: dist.get_world_size()]
-    val_batches = []  # RANKS DIFFER
+    starts = range(0, len(val_set), share_size)
+    starts = starts[dist.get_rank() :: dist.get_world_size()]  # RANKS DIFFER
+    val_batches = []
     for start in starts:
         indices = range(len(val_set))[start : start + share_size]
         val_batches.append([(0, index) for index in indices])
@@ -264,6 +265,8 @@ def make_loaders(args, shares, train_set, val_set):
     if args.num_workers > 0:
         # A worker forked from a rank, which has threads, may hang (see DDP's documentation).
         options |= {"multiprocessing_context": "spawn", "timeout": args.timeout}
+        # A step takes a batch for each share at once, so workers are to read more batches ahead.
+        options |= {"prefetch_factor": 2 + 2 * len(shares) // args.num_workers}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
         batch_sampler=train_batches,
@@ -309,9 +312,9 @@ def train(args, device):
     # model(x) returns what net(x) does, but its backward passes also average the gradients.
     # (If shares may leave out parameters, DDP needs the argument find_unused_parameters=True.)
     model = DistributedDataParallel(net)  # RANKS MEET: all get rank 0's parameters and buffers.
-    # DDP would broadcast the buffers before each forward pass, also between two shares. Instead,
-    # train_step() does it after a step, so that ranks evaluate and save with equal buffers. (This
-    # is no argument of DDP, because that is deprecated since PyTorch 2.13.)
+    # DDP would broadcast the buffers before a step's forward pass. Instead, train_step() does it at
+    # the end of a step, so that ranks evaluate and save with equal buffers. (DDP's argument of this
+    # name is deprecated since PyTorch 2.13.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
@@ -478,16 +481,16 @@ def load_checkpoint(path, settings, parts):
     Raises ValueError if the file is damaged or of another job, or if the ranks differ.
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
-    checkpoint = None
+    file_settings = None
     if path:
         try:  # mmap: the ranks of a machine share the memory.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            file_settings = checkpoint["settings"]
         except FileNotFoundError:
             pass  # This is a new job. No other error may begin the job anew.
         except Exception as error:
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
-    if checkpoint:
-        file_settings = checkpoint.get("settings", {})
+    if file_settings:
         if file_settings != settings:
             differing = dict(file_settings.items() - settings.items())
             raise ValueError(f"{path} is of a job with other settings: {differing}")
