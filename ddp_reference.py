@@ -18,12 +18,13 @@ which DDP has first given rank 0's weights, stay equal.
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
 share depend only on its number, and not on the rank. So any number of ranks that divides --shares
 gives the same result, except for rounding, which grows over the steps. With as many ranks as shares
-it is the result of DDP alone.
+it is the result of DDP alone, if all shares have equally many labels.
 
 RANKS MEET marks collectives: calls that all ranks must make, in the same order. An all-reduce gives
 every rank the sum of all ranks' tensors, and a broadcast gives every rank the tensor of one rank.
-If a rank skips a collective, the others wait for it until --timeout ends the job. RANKS DIFFER
-marks lines in which a rank does something of its own. The result depends on the number of ranks if
+If a rank skips a collective, the others wait for it until --timeout ends the job, or their call is
+matched with its next one, and data get mixed up. RANKS DIFFER marks lines in which a rank does
+something of its own. The result depends on the number of ranks if
 a net calls collectives itself, as nn.SyncBatchNorm does, or has state that is neither a parameter
 nor a buffer.
 
@@ -353,8 +354,8 @@ def train(args, device):
 def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     """Take one optimizer step. Return the global batch's number of labels and sums: float64 (3,).
 
-    The ranks meet four times: to count the labels, to average the gradients (in the last backward
-    pass), to share rank 0's buffers, and to add up the sums.
+    The ranks meet to count the labels, to average the gradients (in the last backward pass), to get
+    rank 0's buffers, and to add up the sums.
 
     batches: {share: batch}. All ranks have equally many, and share 0 is the last one of rank 0.
     seeds: the arguments of seed_generators(), to which the number of the share is added.

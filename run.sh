@@ -23,7 +23,7 @@ else:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     gpus = torch.cuda.is_available()
     if version < ((2, 6) if gpus else (2, 9)):
-        print("PyTorch 2.9 or newer")
+        print("PyTorch 2.9 or newer (with GPUs 2.6)")
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     if os.path.exists("/dev/nvidiactl") and wanted and not gpus:
         print("a PyTorch for this GPU driver (perhaps an older one: TORCH=torch==2.9.1)")
