@@ -24,9 +24,8 @@ RANKS MEET marks collectives: calls that all ranks must make, in the same order.
 every rank the sum of all ranks' tensors, and a broadcast gives every rank the tensor of one rank.
 If a rank skips a collective, the others wait for it until --timeout ends the job, or their call is
 matched with its next one, and data get mixed up. RANKS DIFFER marks lines in which a rank does
-something of its own. The result depends on the number of ranks if
-a net calls collectives itself, as nn.SyncBatchNorm does, or has state that is neither a parameter
-nor a buffer.
+something of its own. (A net that calls collectives itself, as nn.SyncBatchNorm does, or has state
+that is neither a parameter nor a buffer, still depends on the number of ranks.)
 
 The file ends with main(), which starts the ranks. Each of them calls run_rank(), which calls
 train(). Before that come your task, which you edit, and the data.

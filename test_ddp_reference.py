@@ -93,7 +93,7 @@ def setUpModule():
 # through the CPU or through sockets: NCCL_DEBUG=INFO tells why.
 #
 # To break it, leave out `dist.all_reduce(total)` below. How many sums are wrong on rank 0 of two,
-# and how many on rank 1? The message then begins with "AssertionError: 0 != 2".
+# and how many on rank 1? The message then begins with "AssertionError: 0 !=".
 def add_up_integers(args, device):
     """In place of train(): count the sums that are wrong, and time sums of float32."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -248,8 +248,9 @@ class Lesson2Step(TestCase):
 # moves them towards those of its own samples. So a step ends with rank 0's for all ranks.
 #
 # To break it, leave out `broadcast_buffers(net)` in train_step(). How many of the 25 samples are
-# then evaluated with other buffers than the saved ones, in batches of 6 on one rank, and on two?
-# The message begins with "AssertionError: Scalars are not close!" and names the number of ranks.
+# then evaluated with other buffers than the saved ones, if a step has 12 samples, on one rank, and
+# on two?
+# The message begins with "AssertionError: Scalars are not close!", and names the number of ranks.
 def net_with_state():
     """Return a net with batch statistics, with buffers of its own, and with random numbers."""
     # spectral_norm() divides the weight by its norm, which it estimates in buffers.
@@ -1571,7 +1572,8 @@ def run_tests():
 # 0: On rank 0, which has i at index i, all are wrong, because 2 * i + 1 is right. On rank 1, which
 #    has i + 1, all are wrong but the one at index 0.
 # 1: Both read rank 0's samples: half of all, each twice. The other half is never read.
-# 2: On rank 0 it is 1/110, on rank 1 1/160, each halved by DDP's average. It should be 1/270.
+# 2: On rank 0 it is 1/220, which is 1/110 halved by DDP's average. On rank 1 it is 1/320. On both
+#    it should be 1/270.
 # 3: On one rank none are. On two, rank 1's 12 are: it keeps the running means of its own share.
 # 4: 2 and 1 fail, because all shares of a rank then drop the same logits. On 4, each has one share.
 # 5: Only the momentum does, which the optimizer holds. The rest follows from the samples read.
