@@ -29,6 +29,7 @@ import tarfile
 import tempfile
 import textwrap
 import time
+import traceback
 import unittest
 from argparse import REMAINDER, ArgumentParser
 from functools import cache, partial
@@ -67,6 +68,7 @@ os.environ |= {
 }
 # A cluster may have set these for jobs of its own.
 CLUSTER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+CLUSTER += ["OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"]
 for variable in CLUSTER:
     os.environ.pop(variable, None)
 
@@ -393,12 +395,18 @@ def be_rank(rank, world_size, port, options, replacements):
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if world_size > GPUS:  # Ranks share GPUs, which ddp_reference.py allows only with mp.spawn().
         os.environ["NCCL_HOSTID"] = f"{rank}"
-    os.dup2(os.open(f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)  # stacks of ranks that are ended
+    os.dup2(
+        os.open(f"stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2
+    )  # stacks of ranks that are ended
     vars(ddp).update(replacements)
     timeout = [] if "main" in replacements else ["--timeout", "60"]
     sys.argv = ["ddp_reference.py", *timeout, *options.split()]
     with open(f"rank{rank}", "w") as out, contextlib.redirect_stdout(out):
-        ddp.main()
+        try:
+            ddp.main()
+        except Exception:
+            traceback.print_exc()
+            raise
     assert not dist.is_initialized()
 
 
@@ -473,7 +481,7 @@ class RefusedCommandLines(TestCase):
     def test_any_number_of_processes_has_defaults_that_start(self):
         for world_size in range(1, 17):
             sys.argv = ["ddp_reference.py", "--nproc-per-node", f"{world_size}"]
-            with mock.patch("torch.multiprocessing.spawn") as spawn:
+            with mock.patch("torch.multiprocessing.spawn") as spawn, mock.patch.dict(os.environ):
                 ddp.main()
             _, args, _ = spawn.call_args[0][1]
             self.assertEqual(args.shares % world_size, 0)
@@ -494,13 +502,16 @@ def load_on_rank_0_only(path, settings, parts):
 
 def drifting_step(model, *arguments):
     """In place of train_step(): change the net on rank 1, as if its gradients were not averaged."""
-    model.module[0].weight.data += 0.001 * dist.get_rank()
+    *_, last = model.parameters()
+    last.data += 0.001 * dist.get_rank()
     return train_step(model, *arguments)
 
 
 def open_full_disk(path, mode):
-    """In place of open(): open a file to which nothing can be written."""
-    return open("/dev/full", mode)
+    """In place of open(): begin to write the file, and then find the disk full."""
+    with open(path, mode) as file:
+        file.write(b"half")
+    raise OSError("No space left on device")
 
 
 class Ending(ddp.SyntheticDataset):
@@ -538,6 +549,7 @@ class Faults(TestCase):
             self.assert_job_fails(f"ck is of a job with other settings.*{setting}", options)
         make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
         self.assert_job_fails("other settings.*'optimizer': 'Adam'", make_task=make_task)
+        self.assert_job_fails("'metrics': .*'accuracy'", METRICS=("loss", "top1"))
 
     def test_a_file_that_is_no_checkpoint_is_refused(self):
         Path("half").write_bytes(self.intact[: len(self.intact) // 2])
@@ -555,8 +567,10 @@ class Faults(TestCase):
 
     def test_nets_that_drift_apart_end_the_job(self):
         make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
-        with self.assertRaisesRegex(FAILED, "0.weight differs from that of rank 0"):
+        with self.assertRaises(FAILED):
             run_job(2, SMALL, make_task=make_task, train_step=drifting_step)
+        # The first error to be reported may be rank 0's, which has lost rank 1.
+        self.assertIn("2.bias differs from that of rank 0", Path("stderr1").read_text())
 
     def test_a_net_with_a_nan_is_not_saved(self):
         self.assert_job_fails("holds a nan, so ck was not written", "--lr inf")
@@ -1501,7 +1515,7 @@ class TheReview(TestCase):
             text = programs.pop(name)
             self.assertIn("epoch 2", printed_by(text, 1) + "epoch 2" * (name == "m"))
             with self.assertRaises(FAILED):
-                printed_by(text, 2)
+                printed_by(text.replace("torch.cuda.is_available()", "False"), 2)  # NCCL may hang.
         one, two = (run_all(programs, ranks) for ranks in (1, 2))
         with mock.patch("sys.stdout", io.StringIO()):
             for name, (_, shown_by, _) in FAULTS.items():
