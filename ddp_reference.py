@@ -254,12 +254,11 @@ def make_loaders(args, shares, train_set, val_set):
     train_batches = ShareBatchSampler(sampler, shares, share_size)
     # A DistributedSampler would read some samples twice, which falsifies validation
     # (pytorch/pytorch#25162). Instead, each rank takes every world_size-th batch.
-    starts = range(0, len(val_set), share_size)
-    starts = starts[dist.get_rank() :: dist.get_world_size()]  # RANKS DIFFER
     val_batches = []
-    for start in starts:
-        indices = range(len(val_set))[start : start + share_size]
-        val_batches.append([(0, index) for index in indices])
+    first = dist.get_rank() * share_size  # RANKS DIFFER
+    for start in range(first, len(val_set), dist.get_world_size() * share_size):
+        stop = min(start + share_size, len(val_set))
+        val_batches.append([(0, index) for index in range(start, stop)])
 
     options = {"pin_memory": torch.cuda.is_available()}
     if args.num_workers > 0:
@@ -297,9 +296,15 @@ def train(args, device):
     sampler, train_loader, val_loader = make_loaders(args, shares, train_set, val_set)
 
     # All ranks must have the same settings, and so must the job that wrote the checkpoint.
-    settings = {"seed": args.seed, "shares": args.shares, "optimizer": type(optimizer).__name__}
-    settings |= {"global batch size": args.global_batch_size, "metrics": METRICS}
-    settings |= {"training samples": len(train_set), "validation samples": len(val_set)}
+    settings = {
+        "seed": args.seed,
+        "shares": args.shares,
+        "global batch size": args.global_batch_size,
+        "training samples": len(train_set),
+        "validation samples": len(val_set),
+        "optimizer": type(optimizer).__name__,
+        "metrics": METRICS,
+    }
     parts = {"net": net, "optimizer": optimizer}  # Add what else is to be saved, such as an EMA.
     # The sums are those of the epoch so far: the number of labels, and then the batch_sums().
     first_epoch, samples_read, sums = load_checkpoint(path, settings, parts)  # RANKS MEET
@@ -365,11 +370,12 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     num_labels = torch.as_tensor(sum(count_labels(batch) for batch in batches.values()))
     num_labels = num_labels.to(device, torch.float64, non_blocking=True)
     dist.all_reduce(num_labels)  # RANKS MEET
-    # The gradient is to be the sum over all shares, divided by num_labels. But DDP divides by the
-    # number of ranks, and below we divide by the number of this rank's shares. So the losses are
-    # multiplied by both numbers. (Without the second division, and the second factor, the gradient
-    # would be the same, but the values that hooks see would depend on the number of ranks.)
-    scale = dist.get_world_size() * len(batches) / num_labels.clamp(min=1e-9)  # if there are none
+    # The gradient is to be the sum of the shares' gradients, divided by num_labels. But it becomes
+    # their average: the division below averages over the shares of a rank, and DDP over the ranks.
+    # So each loss is multiplied by the number of all shares. (Without that division, the factor
+    # would be the number of ranks, and gradient hooks would see that number.)
+    num_shares = dist.get_world_size() * len(batches)
+    scale = num_shares / num_labels.clamp(min=1e-9)  # There may be no labels.
 
     step_sums = 0
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(batches) > 1 else []
@@ -481,7 +487,6 @@ def load_checkpoint(path, settings, parts):
     Raises ValueError if the file is damaged or of another job, or if the ranks differ.
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
-    file_settings = None
     if path:
         try:  # mmap: the ranks of a machine share the memory.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -490,14 +495,14 @@ def load_checkpoint(path, settings, parts):
             pass  # This is a new job. No other error may begin the job anew.
         except Exception as error:
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
-    if file_settings:
-        if file_settings != settings:
-            differing = dict(file_settings.items() - settings.items())
-            raise ValueError(f"{path} is of a job with other settings: {differing}")
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
-        sums = checkpoint["sums"]
+        else:
+            if file_settings != settings:
+                differing = dict(file_settings.items() - settings.items())
+                raise ValueError(f"{path} is of a job with other settings: {differing}")
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
+            epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
+            sums = checkpoint["sums"]
     # Perhaps only some ranks have found the file, or all of their data.
     state = settings | {"epoch": epoch, "samples read": samples_read}
     states = [None] * dist.get_world_size()
@@ -520,14 +525,13 @@ def run_rank(rank, world_size, args, init_method):
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the number on this machine
     num_gpus = torch.cuda.device_count()
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"  # This library connects CPUs, and nccl GPUs.
     if num_gpus > 0:
-        device = torch.device("cuda", local_rank % num_gpus)  # RANKS DIFFER
+        device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"  # RANKS DIFFER
         torch.cuda.set_device(device)
-    backend = "nccl" if num_gpus > 0 else "gloo"  # They move tensors between GPUs, or CPUs.
-    if "LOCAL_RANK" not in os.environ and world_size > num_gpus:
-        # NCCL refuses ranks that share a GPU, unless they seem to be on different machines.
-        os.environ["NCCL_HOSTID"] = str(rank)
+        if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
+            # NCCL refuses ranks that share a GPU, unless they seem to be on different machines.
+            os.environ["NCCL_HOSTID"] = str(rank)
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
     if rank == 0:  # RANKS DIFFER

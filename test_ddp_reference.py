@@ -1012,7 +1012,7 @@ class TheProcesses(TestCase):
         threads = max(1, torch.get_num_threads() // 2)
         for rank in range(2):
             device = f"cuda:{rank % GPUS}" if GPUS else "cpu"
-            hostid = f"'{rank}'" if GPUS < 2 else None
+            hostid = f"'{rank}'" if GPUS == 1 else None
             self.assertIn(f"rank {rank} on {device}, loopback=True, {threads=}, {hostid=!s}\n", out)
 
     def test_a_rank_that_hangs_prints_its_stack_and_torchrun_restarts(self):
