@@ -238,7 +238,7 @@ class Lesson2Step(TestCase):
         assert_close(net, expected, "read by loader workers")
 
 
-# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 18 to 22)
+# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 20 to 24)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
 # DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 25
 # samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 1: rank 0 gets three of them, and
@@ -310,7 +310,7 @@ class Lesson4Shares(TestCase):
                 assert_close(net, expected, "", tolerance)
 
 
-# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 38, 39)
+# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 43, 44)
 # A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
 # rates must end with the net of plain_loop(), which is one process without DDP. It must do so even
 # if 3 ranks begin it, 2 ranks resume it after a kill, and 1 rank after another kill. It does,
@@ -1355,17 +1355,17 @@ IF_RANK_0 = "    if rank == 0:\n"
 HALVE_LR = '        optimizer.param_groups[0]["lr"] /= 2\n'
 STOP = "    if num_correct > 0.98 * 64 * len(val_sampler):\n        break\n"
 FAULTS = {
-    "a": (19, "check", ADD_UP, ""),
+    "a": (21, "check", ADD_UP, ""),
     "b": (1, "check", " // world_size", ""),
     "c": (4, "blind", "    sampler.set_epoch(epoch)\n", ""),
-    "d": (18, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
+    "d": (20, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
     "e": (14, "check", "torch.nn.Conv1d(3, 3, 3, padding=1)", "ddp.ConvNet()"),
-    "f": (23, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
+    "f": (26, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
     "g": (5, "check", "Sampler(train_set)", "Sampler(train_set, seed=rank)"),
     "h": (12, "check", LOOP, LOOP + IGNORE_LABELS),
-    "i": (36, "blind", "model.module.state_dict()", "model.state_dict()"),
+    "i": (41, "blind", "model.module.state_dict()", "model.state_dict()"),
     "j": (7, "check", "cross_entropy(model(", "cross_entropy(model.module("),
-    "k": (26, "fails", ADD_UP, STOP + ADD_UP),
+    "k": (29, "fails", ADD_UP, STOP + ADD_UP),
     "l": (16, "check", LOOP, LOOP + AUGMENT),
     "m": (3, "check", "Sampler(train_set)", "Sampler(train_set, num_replicas=1, rank=0)"),
     "n": (13, "check", "y.to(device))\n", 'y.to(device), reduction="sum") / (16 * 64)\n'),
@@ -1375,18 +1375,18 @@ FAULTS = {
 TRAIN_FAULTS = """\
 1 | BATCH_SIZE = 16 | A step has BATCH_SIZE * ACCUM_STEPS samples on each rank, but lr stays.
 4 | for epoch in range(start | `sampler.set_epoch(epoch)` is missing.
-18 | DistributedSampler(val_set | 251 samples become 252.
-19 | correct / labels:.4f | train_acc is that of rank 0's half of the data.
+20 | DistributedSampler(val_set | 251 samples become 252.
+21 | correct / labels:.4f | train_acc is that of rank 0's half of the data.
 12 | (loss / ACCUM_STEPS) | It is a mean of means, but batches have unequal numbers of labels.
 5 | torch.manual_seed(1234 | Then random_split() splits in another way on each rank.
 10 | with model.no_sync() | The last step of an epoch is taken after a pass under no_sync().
-37 | torch.save(state | A kill while it saves leaves half a file, and no older one.
-39 | state = {"net" | The scheduler is neither saved nor loaded.
-33 | torch.load(args.resume) | There is no map_location.
-26 | dist.reduce(totals | Only rank 0 gets the sums, yet every rank decides when to stop.
+42 | torch.save(state | A kill while it saves leaves half a file, and no older one.
+44 | state = {"net" | The scheduler is neither saved nor loaded.
+36 | torch.load(args.resume) | There is no map_location.
+29 | dist.reduce(totals | Only rank 0 gets the sums, yet every rank decides when to stop.
 8 | net.stem.requires_grad_(True) | It is unfrozen after DDP was made.
 2 | num_steps = | It counts batches, but scheduler.step() is called once in ACCUM_STEPS.
-22 | evaluate(net, val_loader | Each rank evaluates with its own running statistics.
+24 | evaluate(net, val_loader | Each rank evaluates with its own running statistics.
 """
 
 
@@ -1486,7 +1486,7 @@ class TheReview(TestCase):
         self.assertIn("module.weight", two["i"])
 
     def test_the_readme_shows_what_check_says_of_a_fault(self):
-        text = re.sub(r"(?m)^.*# row 19\n", "", readme_programs()["many.py"])
+        text = re.sub(r"(?m)^.*# row 21\n", "", readme_programs()["many.py"])
         runs = [printed_by(text, ranks) for ranks in (1, 2, 4, 1)]
         Path("job.py").write_text("")
         with (
@@ -1506,8 +1506,8 @@ class TheReview(TestCase):
     def test_answers_name_a_line_of_each_program(self):
         lines = answers()
         self.assertEqual(len(lines), len(FAULTS) + 14)
-        self.assertIn("a.py, line 39: row 19, The number is one rank's.", lines[0])
-        self.assertIn("f.py, line 39: row 23,", lines[5])
+        self.assertIn("a.py, line 39: row 21, The number is one rank's.", lines[0])
+        self.assertIn("f.py, line 39: row 26,", lines[5])
 
 
 def main():
