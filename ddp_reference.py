@@ -3,10 +3,10 @@
     bash run.sh    # a process for each GPU, or two on the CPU (bash run.sh --help: the options)
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # the same by PyTorch's launcher
 
-Here the number of processes changes the speed of a training, but not its result. So you can debug
-on one GPU what went wrong on eight, compare runs of different machines, and go on with four GPUs
-when the others fail. In most scripts it changes the result as well, because the batch is counted
-for each process, which computes BatchNorm statistics and draws random numbers for itself.
+In most scripts, the number of processes changes the result of a training, because each process has
+its own batch, BatchNorm statistics and random numbers. Here it changes only the speed. So you can
+debug on one GPU what went wrong on eight, compare runs of different machines, and go on with four
+GPUs when the others fail.
 
 Each process has a number, its rank, and the number of processes is the world size. Every rank holds
 a copy of the net. The samples of a step, its global batch, are cut into a fixed number of shares
@@ -17,15 +17,17 @@ which DDP has first given rank 0's weights, stay equal.
 
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
 share depend only on its number, and not on the rank. So any number of ranks that divides --shares
-gives the same result, except for rounding, which grows over the steps. With as many ranks as shares
-it is the result of DDP alone, if all shares have equally many labels.
+gives the same result, except for rounding, which grows over the steps. (By default there are 8
+shares, or one for each rank if their number does not divide 8.) With as many ranks as shares, it is
+the result of DDP alone, if all shares have equally many labels. A net still depends on the number
+of ranks if it calls collectives itself, as nn.SyncBatchNorm does, or has state that is neither a
+parameter nor a buffer.
 
-RANKS MEET marks collectives: calls that all ranks must make, in the same order. An all-reduce gives
-every rank the sum of all ranks' tensors, and a broadcast gives every rank the tensor of one rank.
-If a rank skips a collective, the others wait for it until --timeout ends the job, or their call is
-matched with its next one, and data get mixed up. RANKS DIFFER marks lines in which a rank does
-something of its own. (A net that calls collectives itself, as nn.SyncBatchNorm does, or has state
-that is neither a parameter nor a buffer, still depends on the number of ranks.)
+Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
+all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
+tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
+job, or their call is matched with its next one, and data get mixed up. RANKS DIFFER marks lines in
+which a rank does something of its own.
 
 The file ends with main(), which starts the ranks. Each of them calls run_rank(), which calls
 train(). Before that come your task, which you edit, and the data.
