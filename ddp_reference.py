@@ -3,34 +3,36 @@
     bash run.sh    # a process for each GPU, or two on the CPU (bash run.sh --help: the options)
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # the same by PyTorch's launcher
 
-In most scripts, the number of processes changes the result of a training, because each process has
-its own batch, BatchNorm statistics and random numbers. Here it changes only the speed. So you can
-debug on one GPU what went wrong on eight, compare runs of different machines, and go on with four
-GPUs when the others fail.
+In most such scripts, the batch size, the BatchNorm statistics and the random numbers belong to a
+process, so the number of processes changes the result of a training. Here it changes only the
+speed, and rounding. So you can debug on one GPU what went wrong on eight, compare runs of different
+machines, and restart a job on four GPUs when the others fail.
 
-Each process has a number, its rank, and the number of processes is the world size. Every rank holds
-a copy of the net. The samples of a step, its global batch, are cut into a fixed number of shares
-(--shares), which are dealt to the ranks. A rank runs a backward pass for each of its shares, one
-after the other, which adds up their gradients. During the last pass, DistributedDataParallel (DDP)
-averages the gradients of all ranks. Then all ranks take the same optimizer step. So the copies, to
-which DDP has first given rank 0's weights, stay equal.
+Each process has a number, its rank, and is called a rank, too. The number of ranks is the world
+size. Every rank holds a copy of the net. At the start, DistributedDataParallel (DDP) copies rank
+0's weights to all ranks. The samples of a step, its global batch, are cut into a fixed number of
+shares, which are dealt to the ranks. A rank runs a backward pass for each of its shares, one after
+the other, which adds up their gradients. During the last pass, DDP averages these sums over the
+ranks. Then all ranks take the same optimizer step, so the copies stay equal.
 
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
-share depend only on its number, and not on the rank. So any number of ranks that divides --shares
-gives the same result, except for rounding, which grows over the steps. (By default there are 8
-shares, or one for each rank if their number does not divide 8.) With as many ranks as shares, it is
-the result of DDP alone, if all shares have equally many labels. A net still depends on the number
-of ranks if it calls collectives itself, as nn.SyncBatchNorm does, or has state that is neither a
-parameter nor a buffer.
+share depend only on its number, and not on the rank that computes it. So BatchNorm normalizes over
+a share, even on one GPU. Any number of ranks that divides --shares gives the same result, except
+for rounding differences, which grow over the steps. By default there are 8 shares, or as many as
+ranks if these do not divide 8, which is another training. With as many ranks as shares, the result
+is that of DDP alone, if all shares have equally many labels.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
 tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job, or their call is matched with its next one, and data get mixed up. RANKS DIFFER marks lines in
-which a rank does something of its own.
+job. Or, worse, they are paired with that rank's next collective, and data get mixed up. RANKS
+DIFFER marks lines in which a rank does something of its own. A net that calls collectives itself,
+as nn.SyncBatchNorm does, or has state that is neither a parameter nor a buffer, still depends on
+the number of ranks.
 
-The file ends with main(), which starts the ranks. Each of them calls run_rank(), which calls
-train(). Before that come your task, which you edit, and the data.
+The chapters are your task, which you edit, the data, training, checkpoints, and the processes. At
+the end, main() starts the ranks. Each calls run_rank(), which calls train(), which calls
+train_step() for each step.
 """
 
 import faulthandler
@@ -60,7 +62,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 class SyntheticDataset(TensorDataset):
     """Random x, float32 (3, L), and labels y, int64 (L,).
 
-    The label of a position is the channel whose mean over it and its two neighbours is largest.
+    The label of a position is the channel with the largest mean over that position and its two
+    neighbours.
     """
 
     def __init__(self, num_samples, length, seed):
@@ -85,7 +88,7 @@ class ConvNet(nn.Sequential):
 
 
 def make_task(args, device):
-    """Return (train_set, val_set, net, optimizer). All ranks must make the same."""
+    """Return (train_set, val_set, net, optimizer), which must be the same on all ranks."""
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(125, args.length, args.seed + 1)
     net = ConvNet().to(device)
@@ -93,7 +96,7 @@ def make_task(args, device):
 
 
 def lr_factor(args, epochs_done):
-    """Return what multiplies the optimizer's learning rates when, say, 2.5 epochs are done."""
+    """Return the factor for the optimizer's first learning rates after, say, 2.5 epochs."""
     return 1.0  # With a warm-up: min(1.0, epochs_done + 0.1)
 
 
@@ -101,7 +104,7 @@ METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The 
 
 
 def count_labels(batch):
-    """Return the number of labels in a batch: an int, or a tensor of shape (). -100 is no label."""
+    """Return the number of labels in a batch: an int, or a tensor of shape (). -100 marks none."""
     x, y = batch
     return (y != -100).sum()
 
@@ -109,7 +112,8 @@ def count_labels(batch):
 def batch_sums(model, batch, amp):
     """Return the METRICS, summed over the labels of a batch: float64 (2,).
 
-    Sums of batches can be added up. Means cannot, because batches have unequal numbers of labels.
+    Sums of batches can be added up. Means cannot, because batches may differ in their numbers of
+    labels.
     """
     device = next(model.parameters()).device
     x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
@@ -122,14 +126,14 @@ def batch_sums(model, batch, amp):
 
 def make_parser():
     """Return the parser of the command line."""
-    parser = ArgumentParser(usage=SUPPRESS)  # So an error is one line.
+    parser = ArgumentParser(usage=SUPPRESS)  # Without the usage, an error is one line.
     add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
     add("--nproc-per-node", type=int, default=nproc, help="processes (here %(default)s)")
     add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
     add("--epochs", type=int, default=6, help="passes over the data (%(default)s)")
     add("--global-batch-size", type=int, help="samples in a step (about 240)")
-    add("--shares", type=int, help="parts of a step (8 if the ranks divide 8)")
+    add("--shares", type=int, help="parts of a step (8, or the processes)")
     add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
     add("--clip-grad-norm", type=float, default=0.0, help="norm to which gradients are clipped")
     add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
@@ -145,13 +149,12 @@ def make_parser():
 
 # ---- 2. The data: which samples a rank reads, and which random numbers are drawn for them
 class DistributedSampler(Sampler):
-    """Deal the samples of an epoch to the ranks, as PyTorch's DistributedSampler does.
+    """PyTorch's DistributedSampler, but it can also begin in the middle of an epoch.
 
-    This one can also begin in the middle of an epoch. All W ranks (num_replicas) shuffle alike, by
-    seed + epoch, and rank r reads the positions r, r + W, r + 2W, ... of that order. So if each
-    reads B / W samples, these are together the next B samples of the order, whatever W is. If W
-    does not divide the data set, the first samples of the order are read again, or with drop_last
-    the last ones are left out.
+    All W ranks (num_replicas) shuffle alike, by seed + epoch, and rank r reads the positions r,
+    r + W, r + 2W, ... of that order. So if each reads B / W samples, these are together the next B
+    samples of the order, whatever W is. If W does not divide the number of samples, the first ones
+    of the order are read again, or with drop_last the last ones are left out.
     """
 
     def __init__(
@@ -182,12 +185,12 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = range(len(self.dataset))
         if self.shuffle:
-            if self.was_read:  # Without set_epoch(), all epochs repeat it (pytorch/pytorch#31771).
+            if self.was_read:  # Without set_epoch(), epochs have one order (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            order = memoryview(order.numpy())  # A list takes nine times the memory of int32.
+            order = memoryview(order.numpy())  # It yields ints, as a list of nine times its size.
         total_size = self.num_samples * self.num_replicas
         for position in range(self.samples_read + self.rank, total_size, self.num_replicas):
             yield order[position % len(order)]  # RANKS DIFFER in the position.
@@ -196,9 +199,13 @@ class DistributedSampler(Sampler):
 class ShareBatchSampler(Sampler):
     """The batches of this rank's shares, step by step, as lists of (epoch, index).
 
-    Of 8 shares, share s has the positions s, s + 8, s + 16, ... of a step. If rank 1 of 2 computes
-    it, say with s = 5, the rank reads the positions 1, 3, 5, 7, ... of the step. So share 5 begins
-    at the rank's sample 5 // 2, which is position 5, and has every fourth sample from there on.
+    Of 8 shares, share s has the positions s, s + 8, s + 16, ... of a step. Rank 1 of 2 reads
+
+        positions  1 3 5 7 9 11 13 15 ...
+        of shares  1 3 5 7 1  3  5  7 ...
+
+    So share 5 has every fourth of the rank's samples, from the one at index 5 // 2 = 2 on.
+    SeededItems needs the epoch.
     """
 
     def __init__(self, sampler, shares, share_size):
@@ -215,7 +222,7 @@ class ShareBatchSampler(Sampler):
 
 
 def seed_generators(seed, *place):
-    """Seed PyTorch, NumPy and Python, so that equal places in a training draw equal numbers.
+    """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
     A place is some whole numbers, such as (epoch, index) for a sample and (epoch, samples_read,
     share) for a share. So no checkpoint has to hold the states of generators.
@@ -234,7 +241,7 @@ class SeededItems(Dataset):
     """A data set whose samples draw random numbers, as augmentation does, by epoch and index.
 
     It is indexed by (epoch, index), so that loader workers know the epoch. It seeds the global
-    generators, without workers those of the rank itself.
+    generators. Without loader workers, these are the rank's own, which train_step() seeds again.
     """
 
     def __init__(self, dataset, seed):
@@ -254,8 +261,8 @@ def make_loaders(args, shares, train_set, val_set):
     share_size = args.global_batch_size // args.shares
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_batches = ShareBatchSampler(sampler, shares, share_size)
-    # A DistributedSampler would read some samples twice, which falsifies validation
-    # (pytorch/pytorch#25162). Instead, each rank takes every world_size-th batch.
+    # A DistributedSampler would count some samples twice (pytorch/pytorch#25162). Instead, each
+    # rank takes every world_size-th batch. All evaluations draw the random numbers of epoch 0.
     val_batches = []
     first = dist.get_rank() * share_size  # RANKS DIFFER
     for start in range(first, len(val_set), dist.get_world_size() * share_size):
@@ -266,7 +273,7 @@ def make_loaders(args, shares, train_set, val_set):
     if args.num_workers > 0:
         # A worker forked from a rank, which has threads, may hang (see DDP's documentation).
         options |= {"multiprocessing_context": "spawn", "timeout": args.timeout}
-        # A step takes a batch for each share at once, so workers are to read more batches ahead.
+        # A step takes a batch for each share at once. So workers read about two steps ahead.
         options |= {"prefetch_factor": 2 + 2 * len(shares) // args.num_workers}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
@@ -278,7 +285,7 @@ def make_loaders(args, shares, train_set, val_set):
     val_loader = DataLoader(
         SeededItems(val_set, args.seed + 1),
         batch_sampler=val_batches,
-        num_workers=min(args.num_workers, 2),  # They are started for each evaluation.
+        num_workers=min(args.num_workers, 2),  # Few, as they are started for each evaluation.
         **options,
     )
     return sampler, train_loader, val_loader
@@ -292,12 +299,13 @@ def train(args, device):
     train_set, val_set, net, optimizer = make_task(args, device)
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
     # With 8 shares on 2 ranks, rank 0 computes the shares 6, 4, 2 and 0, and rank 1 computes 7, 5,
-    # 3 and 1. After a step all ranks get the buffers of rank 0, such as BatchNorm's running means.
-    # These must not depend on the number of ranks, so share 0 is always rank 0's last.
+    # 3 and 1. Of all buffers, such as BatchNorm's running means, a step keeps only those of rank 0
+    # after its last share. On any number of ranks this is share 0.
     shares = range(rank, args.shares, world_size)[::-1]  # RANKS DIFFER
     sampler, train_loader, val_loader = make_loaders(args, shares, train_set, val_set)
 
-    # All ranks must have the same settings, and so must the job that wrote the checkpoint.
+    # All ranks must have the same settings, and so must the job that wrote the checkpoint. (The
+    # learning rate is not among them, so a job may go on with another one.)
     settings = {
         "seed": args.seed,
         "shares": args.shares,
@@ -317,24 +325,26 @@ def train(args, device):
     save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
     # model(x) returns what net(x) does, but its backward passes also average the gradients.
-    # (If shares may leave out parameters, DDP needs the argument find_unused_parameters=True.)
+    # The net is model.module. (If a forward pass may leave out parameters, DDP needs the argument
+    # find_unused_parameters=True.)
     model = DistributedDataParallel(net)  # RANKS MEET: all get rank 0's parameters and buffers.
-    # DDP would broadcast the buffers before a step's forward pass. Instead, train_step() does it at
-    # the end of a step, so that ranks evaluate and save with equal buffers. (DDP's argument of this
-    # name is deprecated since PyTorch 2.13.)
+    # DDP would broadcast the buffers before a forward pass. Instead, train_step() does it at the
+    # end of a step, so that all ranks evaluate the net that is saved. (This attribute is set here,
+    # because the argument of the same name is deprecated since PyTorch 2.13.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
         start_time, samples_at_start = time.perf_counter(), samples_read
         sampler.set_epoch(epoch, samples_read)  # Without this, all epochs have the same order.
         model.train()
-        # A for loop over the loader would take an item's StopIteration for the end of the epoch.
+        # next() fails if the batches end too early. A for loop would end the epoch in silence, even
+        # if it is the data set that has raised StopIteration.
         train_batches = iter(train_loader)
-        while samples_read + args.global_batch_size <= len(train_set):
+        while samples_read + args.global_batch_size <= len(train_set):  # Only whole steps are made.
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
                 group["lr"] = initial_lr * float(factor)  # A NumPy number could not be loaded.
-            batches = {share: next(train_batches) for share in shares}
+            batches = {share: next(train_batches) for share in shares}  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
             # RANKS MEET
             sums += train_step(model, optimizer, batches, seeds, args.clip_grad_norm, args.amp)
@@ -364,38 +374,37 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     rank 0's buffers, and to add up the sums.
 
     batches: {share: batch}. All ranks have equally many, and share 0 is the last one of rank 0.
-    seeds: the arguments of seed_generators(), to which the number of the share is added.
+    seeds: the arguments of seed_generators(), to which the number of the share is appended.
     """
     net, device = model.module, next(model.parameters()).device
-    # A step minimizes the mean over all labels of the global batch. The mean of the ranks' means
-    # would weigh labels unequally (huggingface/transformers#34242).
+    # A step minimizes the mean over all labels of the global batch. If ranks have unequally many,
+    # the mean of their means would weigh labels unequally (huggingface/transformers#34242).
     num_labels = torch.as_tensor(sum(count_labels(batch) for batch in batches.values()))
     num_labels = num_labels.to(device, torch.float64, non_blocking=True)
     dist.all_reduce(num_labels)  # RANKS MEET
-    # The gradient is to be the sum of the shares' gradients, divided by num_labels. But it becomes
-    # their average: the division below averages over the shares of a rank, and DDP over the ranks.
-    # So each loss is multiplied by the number of all shares. (Without that division, the factor
-    # would be the number of ranks, and gradient hooks would see that number.)
+    # We want the sum of all shares' gradients, divided by num_labels. What we get is the average of
+    # all shares' gradients: DDP divides by the number of ranks, and the end of this function by the
+    # number of this rank's shares. So each loss is first multiplied by the number of all shares.
     num_shares = dist.get_world_size() * len(batches)
-    scale = num_shares / num_labels.clamp(min=1e-9)  # There may be no labels.
+    scale = num_shares / num_labels.clamp(min=1e-9)  # Without any label, the loss is 0.
 
     step_sums = 0
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(batches) > 1 else []
-    model.zero_grad()  # Also gradients that another net's step has left, as in a GAN, are cleared.
+    model.zero_grad()  # This also clears what another net's step has left, as in a GAN.
     for index, (share, batch) in enumerate(batches.items()):
         if index > 0:  # All shares begin with the same buffers, such as BatchNorm's running means.
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
                 buffer.copy_(start_buffer)
         seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
-        # A backward pass adds to the gradients. The last one, which is not under no_sync(), also
-        # averages over the ranks what has been added up.
+        # A backward pass adds to the gradients. The last one also averages over the ranks what has
+        # been added up. The others, and their forward passes, must be under no_sync().
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else model.no_sync():
             share_sums = batch_sums(model, batch, amp)
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    if len(batches) > 1:
+    if len(batches) > 1:  # Instead the scale could be smaller, but gradient hooks would see it.
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(batches)
@@ -412,17 +421,17 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
 def evaluate(net, loader, seed, amp=False):
     """Return the number of labels and the sums over the batches of all ranks: float64 (3,).
 
-    net: the bare net, because calling the DDP model may be a collective. It stays in eval mode.
+    net: the bare net, because calling the DDP model may be a collective. It is left in eval mode.
     """
     net.eval()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = next(net.parameters()).device
     sums = torch.zeros(1 + len(METRICS), dtype=torch.float64, device=device)
-    batches = iter(loader)
+    batches = iter(loader)  # as in train()
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        seed_generators(seed, rank + index * world_size)  # RANKS DIFFER in the batch.
+        seed_generators(seed, rank + index * world_size)  # RANKS DIFFER: the number of the batch
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)
     dist.all_reduce(sums)  # RANKS MEET
@@ -438,6 +447,7 @@ def named_means(sums, prefix=""):
 @torch.no_grad()
 def broadcast_buffers(net):
     """Give all ranks the buffers of rank 0. One broadcast for each dtype is faster than many."""
+    # A set would not have the same order on all ranks.
     for dtype in dict.fromkeys(buffer.dtype for buffer in net.buffers()):
         buffers = [buffer for buffer in net.buffers() if buffer.dtype == dtype]
         joined = torch.cat([buffer.flatten() for buffer in buffers])
@@ -448,10 +458,10 @@ def broadcast_buffers(net):
 
 @torch.no_grad()
 def check_copies(net):
-    """Raise RuntimeError if this rank's parameters differ from rank 0's, but for rounding.
+    """Raise RuntimeError if this rank's parameters differ from rank 0's by more than rounding.
 
     They differ if a parameter was frozen when DDP was made, and is trained later, or if training
-    calls the bare net. (Different kinds of GPUs round differently.)
+    calls net(x) in place of model(x).
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -490,11 +500,11 @@ def load_checkpoint(path, settings, parts):
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path:
-        try:  # mmap: the ranks of a machine share the memory.
+        try:  # mmap: the ranks of a machine share one copy of the file in memory.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
-            pass  # This is a new job. No other error may begin the job anew.
+            pass  # This is a new job. After any other error, it would overwrite the file.
         except Exception as error:
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
@@ -505,7 +515,7 @@ def load_checkpoint(path, settings, parts):
                 part.load_state_dict(checkpoint[name])
             epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
             sums = checkpoint["sums"]
-    # Perhaps only some ranks have found the file, or all of their data.
+    # Perhaps not all ranks have found the file, or the same number of samples.
     state = settings | {"epoch": epoch, "samples read": samples_read}
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
@@ -519,7 +529,7 @@ def load_checkpoint(path, settings, parts):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, connect it with the other ranks, and train."""
-    # Ctrl-C ends a rank at once. If the process that has started it dies, Linux ends it so, too.
+    # SIGINT ends a rank at once. It comes from Ctrl-C, and from Linux if mp.spawn's process dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
     # If a rank fails, the launcher ends the others by SIGTERM, and each first prints its stack.
@@ -527,12 +537,13 @@ def run_rank(rank, world_size, args, init_method):
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the number on this machine
     num_gpus = torch.cuda.device_count()
-    device, backend = torch.device("cpu"), "gloo"  # This library connects CPUs, and nccl GPUs.
+    device, backend = torch.device("cpu"), "gloo"  # gloo connects CPUs, and nccl connects GPUs.
     if num_gpus > 0:
         device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"  # RANKS DIFFER
         torch.cuda.set_device(device)
         if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
-            # NCCL refuses ranks that share a GPU, unless they seem to be on different machines.
+            # To try more ranks than GPUs: NCCL refuses ranks that share a GPU, unless they seem to
+            # be on different machines.
             os.environ["NCCL_HOSTID"] = str(rank)
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
@@ -552,7 +563,8 @@ def main():
     missing = [name for name in names if name not in os.environ]
     if 0 < len(missing) < len(names):
         parser.error(f"set {', '.join(missing)}, too, as torchrun does, or none of {names}")
-    world_size = args.nproc_per_node if missing else int(os.environ["WORLD_SIZE"])
+    by_torchrun = not missing
+    world_size = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.nproc_per_node
 
     for name, value in vars(args).items():
         least = 0 if name in ("seed", "num_workers") else 1
@@ -568,11 +580,12 @@ def main():
     if args.checkpoint_every and not args.checkpoint:
         parser.error("--checkpoint-every needs --checkpoint")
 
-    if not missing:
+    if by_torchrun:
         run_rank(int(os.environ["RANK"]), world_size, args, "env://")
         return
-    # By default each rank would use all cores, and listen on all networks.
+    # By default each rank would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
+    # By default it would listen on all networks. This one does not leave the machine.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     try:
