@@ -752,8 +752,8 @@ class PrintedNumbers(TestCase):
         run = partial(run_job, 3, make_task=make_task, time=clock)
         options = f"{SMALL} --shares 3 --log-every 4 --checkpoint printed --checkpoint-every 2"
         # A first job has another learning rate, which must not come back, and ends before its
-        # first step. A second one ends after its second step.
-        for lr, stop_after in (("1", 0), ("0", 0.7)):
+        # first step. A second one ends after its second step, and a third before its first.
+        for lr, stop_after in (("1", 0), ("0", 0.7), ("0", 0)):
             with self.assertRaises(FAILED):
                 run(f"{options} --lr {lr}", lr_factor=partial(stop_at, stop_after))
 
