@@ -1439,19 +1439,13 @@ def run_all(programs, world_size):
 
 
 def be_all(programs):
-    """In place of main(): run the programs in one process group."""
-    on_gpus = int(os.environ["WORLD_SIZE"]) <= GPUS
-    if on_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    """In place of main(): run the programs on the CPU, in one process group."""
+    dist.init_process_group("gloo")
     destroy = dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     for name, text in programs.items():
-        if not on_gpus:
-            text = text.replace("torch.cuda.is_available()", "False")
-        Path(f"program{dist.get_rank()}.py").write_text(text)
         print(f"---- {name}")
-        runpy.run_path(f"program{dist.get_rank()}.py", run_name="__main__")
+        exec(text.replace("torch.cuda.is_available()", "False"), {})
         if name == "i" and dist.get_rank() == 0:
             print(list(torch.load("model.pt")))
     destroy()
