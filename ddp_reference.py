@@ -5,8 +5,8 @@
 
 In most such scripts, the batch size, the BatchNorm statistics and the random numbers belong to a
 process, so the number of processes changes the result of a training. Here it changes only the
-speed, and rounding. So you can debug on one GPU what went wrong on eight, compare runs of different
-machines, and restart a job on four GPUs when the others fail.
+speed, and rounding. So you can debug on one GPU what went wrong on eight, compare a run on two GPUs
+with one on four, and restart a job on four GPUs when the others fail.
 
 Each process has a number, its rank, and is called a rank, too. The number of ranks is the world
 size. Every rank holds a copy of the net. At the start, DistributedDataParallel (DDP) copies rank
@@ -17,10 +17,10 @@ ranks. Then all ranks take the same optimizer step, so the copies stay equal.
 
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
 share depend only on its number, and not on the rank that computes it. So BatchNorm normalizes over
-a share, even on one GPU. Any number of ranks that divides --shares gives the same result, except
-for rounding differences, which grow over the steps. By default there are 8 shares, or as many as
-ranks if these do not divide 8, which is another training. With as many ranks as shares, the result
-is that of DDP alone, if all shares have equally many labels.
+a share, even on one GPU. On GPUs of one kind, any number of ranks that divides --shares gives the
+same result, except for rounding differences, which grow over the steps. By default there are 8
+shares, or as many as ranks if these do not divide 8, which is another training. With as many ranks
+as shares, the result is that of DDP alone, if all shares have equally many labels.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
@@ -124,26 +124,34 @@ def batch_sums(model, batch, amp):
     return torch.stack([loss.double(), correct.double()])
 
 
+def positive(text):
+    """Return an option's text as an int that is at least 1, or raise ValueError."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def make_parser():
     """Return the parser of the command line."""
     parser = ArgumentParser(usage=SUPPRESS)  # Without the usage, an error is one line.
     add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
-    add("--nproc-per-node", type=int, default=nproc, help="processes (here %(default)s)")
+    add("--nproc-per-node", type=positive, default=nproc, help="processes (here %(default)s)")
     add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
-    add("--epochs", type=int, default=6, help="passes over the data (%(default)s)")
-    add("--global-batch-size", type=int, help="samples in a step (about 240)")
-    add("--shares", type=int, help="parts of a step (8, or the processes)")
+    add("--epochs", type=positive, default=6, help="passes over the data (%(default)s)")
+    add("--global-batch-size", type=positive, help="samples in a step (about 240)")
+    add("--shares", type=positive, help="parts of a step (8, or the processes)")
     add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
     add("--clip-grad-norm", type=float, default=0.0, help="norm to which gradients are clipped")
     add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
     add("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
     add("--checkpoint", help="file to which the job is saved, and from which it goes on")
-    add("--checkpoint-every", type=int, help="save also every so many steps of an epoch")
-    add("--log-every", type=int, default=4, help="print every so many steps (%(default)s)")
-    add("--timeout", type=int, default=600, help="seconds to wait for ranks (%(default)s)")
-    add("--num-samples", type=int, default=1200, help="synthetic signals (%(default)s)")
-    add("--length", type=int, default=1000, help="length of a signal (%(default)s)")
+    add("--checkpoint-every", type=positive, help="save also every so many steps of an epoch")
+    add("--log-every", type=positive, default=4, help="print every so many steps (%(default)s)")
+    add("--timeout", type=positive, default=600, help="seconds to wait for ranks (%(default)s)")
+    add("--num-samples", type=positive, default=1200, help="synthetic signals (%(default)s)")
+    add("--length", type=positive, default=1000, help="length of a signal (%(default)s)")
     return parser
 
 
@@ -271,21 +279,21 @@ def make_loaders(args, shares, train_set, val_set):
 
     options = {"pin_memory": torch.cuda.is_available()}
     if args.num_workers > 0:
-        # A worker forked from a rank, which has threads, may hang (see DDP's documentation).
-        options |= {"multiprocessing_context": "spawn", "timeout": args.timeout}
+        # A worker forked from a rank, which has threads, may hang (see DDP's documentation). But to
+        # spawn one takes seconds, so workers persist.
+        options |= {"multiprocessing_context": "spawn", "persistent_workers": True}
         # A step takes a batch for each share at once. So workers read about two steps ahead.
         options |= {"prefetch_factor": 2 + 2 * len(shares) // args.num_workers}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
         batch_sampler=train_batches,
         num_workers=args.num_workers,
-        persistent_workers=args.num_workers > 0,  # Starting them takes seconds.
         **options,
     )
     val_loader = DataLoader(
         SeededItems(val_set, args.seed + 1),
         batch_sampler=val_batches,
-        num_workers=min(args.num_workers, 2),  # Few, as they are started for each evaluation.
+        num_workers=min(args.num_workers, 2),  # Few, because they wait while the net trains.
         **options,
     )
     return sampler, train_loader, val_loader
@@ -327,7 +335,8 @@ def train(args, device):
     # model(x) returns what net(x) does, but its backward passes also average the gradients.
     # The net is model.module. (If a forward pass may leave out parameters, DDP needs the argument
     # find_unused_parameters=True.)
-    model = DistributedDataParallel(net)  # RANKS MEET: all get rank 0's parameters and buffers.
+    # RANKS MEET: all get rank 0's parameters and buffers. Gradients lie where DDP averages them.
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     # DDP would broadcast the buffers before a forward pass. Instead, train_step() does it at the
     # end of a step, so that all ranks evaluate the net that is saved. (This attribute is set here,
     # because the argument of the same name is deprecated since PyTorch 2.13.)
@@ -476,7 +485,7 @@ def check_copies(net):
 def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
     """If there is a path, let rank 0 write a file. A crash leaves the old file or the new one.
 
-    parts: {name: net, optimizer or anything else with a state_dict()}.
+    parts: {"net": net, and names of what else has a state_dict(), such as the optimizer}.
     """
     if not path or dist.get_rank() > 0:  # RANKS DIFFER
         return
@@ -566,10 +575,6 @@ def main():
     by_torchrun = not missing
     world_size = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.nproc_per_node
 
-    for name, value in vars(args).items():
-        least = 0 if name in ("seed", "num_workers") else 1
-        if type(value) is int and value < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     # With these defaults, any number of ranks can start.
     args.shares = args.shares or (8 if 8 % world_size == 0 else world_size)
     args.global_batch_size = args.global_batch_size or max(240 // args.shares, 1) * args.shares
