@@ -1155,6 +1155,8 @@ def run_for_check(world_size, job, path, limit=1e6, kill_after=np.inf, show=Fals
     # The job prints into a file, so a child that it leaves behind cannot make this wait.
     with tempfile.NamedTemporaryFile() as out:
         settings = {"stdin": DEVNULL, "stdout": out, "env": variables, "start_new_session": True}
+        if kill_after < np.inf:
+            settings["stderr"] = DEVNULL  # A job that is killed prints tracebacks.
         process = Popen(command, **settings)
         try:
             lines, began, ended = [], time.monotonic(), False
@@ -1244,7 +1246,6 @@ def check(arguments, folder, run=run_for_check):
         print("No kill was tried: the job has no --checkpoint-every.")
     else:
         job += ["--checkpoint-every", "1"]
-        print("check: now the job is killed, which prints tracebacks", file=sys.stderr, flush=True)
         run(counts[-1], job, f"{folder}/killed", limit, one.count("\n") // 2 + 2)
         numbers = read_numbers(run(counts[-2], job, f"{folder}/killed", limit), args.ignore)
         # Each run may first print its options.
@@ -1274,11 +1275,7 @@ class TheCheck(TestCase):
         """
         Path("job.py").write_text("'--checkpoint-every'")
         runs = mock.Mock(side_effect=[f"{text}\n in 2 shares" for text in (one, two, *later)])
-        with (
-            mock.patch("sys.stdout", io.StringIO()),
-            mock.patch("sys.stderr", io.StringIO()),
-            mock.patch(f"{__name__}.GPUS", 1),
-        ):
+        with mock.patch("sys.stdout", io.StringIO()), mock.patch(f"{__name__}.GPUS", 1):
             return check([*job], "", runs) or "equal"
 
     def test_it_says_where_runs_differ(self):
