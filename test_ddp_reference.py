@@ -1038,8 +1038,7 @@ class TheProcesses(TestCase):
 
     def test_no_process_is_left_when_the_launcher_is_killed(self):
         process = start("killed.py")
-        self.assertIn("ddp on", process.stdout.readline())
-        self.assertEqual(process.stdout.readline(), "stuck\n")
+        self.assertIn("stuck\n", process.stdout)  # This reads until it comes.
 
         process.kill()
 
@@ -1047,8 +1046,7 @@ class TheProcesses(TestCase):
 
     def test_ctrl_c_ends_all_processes(self):
         process = start("interrupted.py")
-        self.assertIn("ddp on", process.stdout.readline())
-        self.assertEqual(process.stdout.readline(), "stuck\n")
+        self.assertIn("stuck\n", process.stdout)  # This reads until it comes.
 
         process.send_signal(signal.SIGINT)  # to the launcher alone
 
