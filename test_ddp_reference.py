@@ -1018,6 +1018,19 @@ class TheProcesses(TestCase):
             numbers.append(torch.tensor([number for _, number, *_ in read_numbers(last_line)]))
         assert_close(*numbers, "not the README's", 0.002 if GPUS else 0.0002)
 
+    def test_run_sh_says_what_an_incomplete_installation_lacks(self):
+        python = Path("install/.venv/bin/python")
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\necho NumPy or PyTorch\n")  # It answers what it lacks.
+        python.chmod(0o755)
+        Path("install/run.sh").write_bytes((HERE / "run.sh").read_bytes())
+        environment = {**os.environ, "PYTHON": str(python.resolve())}
+
+        run = subprocess.run(["bash", "install/run.sh"], env=environment, stderr=PIPE, text=True)
+
+        self.assertEqual(run.returncode, 1)
+        self.assertRegex(run.stderr, r"^run.sh: .*/.venv lacks NumPy or PyTorch. Delete .*\n$")
+
     def test_each_rank_has_its_own_device_and_part_of_the_cores(self):
         status, out, err = wait_for("devices.py")
 
