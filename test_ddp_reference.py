@@ -371,15 +371,15 @@ class Lesson5Stops(TestCase):
         task = (net_with_state, Ragged(47, 40, seed=0))
         options = "--shares 6 --clip-grad-norm 0.3 --checkpoint-every 1"
         expected = saved_net(1, options, *task, train=plain_loop)
-        # Of the six steps, the third begins after 24/47 epochs, and the fifth after 1 + 12/47.
-        for ranks, stop_after in ((3, 0.5), (2, 1.2)):
+        # The first kill is in the middle of an epoch, and the second between the two epochs.
+        for ranks, stop_after in ((3, 0.5), (2, 1)):
             with self.assertRaises(FAILED):
                 saved_net(ranks, options, *task, lr_factor=partial(stop_at, stop_after))
 
         net = saved_net(1, options, *task, lr_factor=never_stop)
 
         assert_close(net, expected, "after two kills")
-        self.assertIn("epoch 1/2, sample 12/47\n", Path("rank0").read_text())
+        self.assertIn("epoch 1/2, sample 0/47\n", Path("rank0").read_text())
 
 
 # ---- Used by all tests: run_job()
@@ -572,6 +572,11 @@ class Faults(TestCase):
     def test_ranks_that_do_not_agree_are_refused(self):
         not_found = "unlike rank 0, rank 1 has {'epoch': 0}"
         self.assert_job_fails(not_found, load_checkpoint=load_on_rank_0_only)
+        with self.assertRaises(FAILED):
+            options = f"{SMALL} --checkpoint middle --checkpoint-every 1"
+            run_job(2, options, lr_factor=partial(stop_at, 0.3))
+        not_found = "unlike rank 0, rank 1 has {'samples read': 0}"
+        self.assert_job_fails(not_found, checkpoint="middle", load_checkpoint=load_on_rank_0_only)
         unequal = "unlike rank 0, rank 1 has {'training samples': 49}"
         self.assert_job_fails(unequal, checkpoint="new", make_task=unequal_task)
 
@@ -587,6 +592,7 @@ class Faults(TestCase):
 
     def test_a_full_disk_leaves_the_old_checkpoint(self):
         self.assert_job_fails("No space left on device", open=open_full_disk)
+        self.assertNotIn("No space left", Path("stderr1").read_text())  # Only rank 0 writes.
 
     def test_a_file_has_reached_the_disk_before_it_replaces_the_old_one(self):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
