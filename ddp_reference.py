@@ -19,8 +19,9 @@ This is gradient accumulation, but the samples, the random numbers and the Batch
 share depend only on its number, and not on the rank that computes it. So BatchNorm normalizes over
 a share, even on one GPU. On GPUs of one kind, any number of ranks that divides --shares gives the
 same result, except for rounding differences, which grow over the steps. By default there are 8
-shares, or as many as ranks if these do not divide 8, which is another training. With as many ranks
-as shares, the result is that of DDP alone, if all shares have equally many labels.
+shares. If the ranks do not divide 8, there are as many shares as ranks, and the result is another
+one. With as many ranks as shares, the result is that of DDP alone, if all shares have equally many
+labels.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
@@ -96,7 +97,10 @@ def make_task(args, device):
 
 
 def lr_factor(args, epochs_done):
-    """Return the factor for the optimizer's first learning rates after, say, 2.5 epochs."""
+    """Return the factor for the optimizer's initial learning rates.
+
+    epochs_done: a float, which is 2.5 in the middle of the third epoch.
+    """
     return 1.0  # With a warm-up: min(1.0, epochs_done + 0.1)
 
 
@@ -104,7 +108,10 @@ METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The 
 
 
 def count_labels(batch):
-    """Return the number of labels in a batch: an int, or a tensor of shape (). -100 marks none."""
+    """Return the number of labels in a batch: an int, or a tensor of shape ().
+
+    A position with -100 has no label.
+    """
     x, y = batch
     return (y != -100).sum()
 
@@ -141,7 +148,7 @@ def make_parser():
     add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
     add("--epochs", type=positive, default=6, help="passes over the data (%(default)s)")
     add("--global-batch-size", type=positive, help="samples in a step (about 240)")
-    add("--shares", type=positive, help="parts of a step (8, or the processes)")
+    add("--shares", type=positive, help="parts of a step (8 or, if this fails, one a process)")
     add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
     add("--clip-grad-norm", type=float, default=0.0, help="norm to which gradients are clipped")
     add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
@@ -198,7 +205,9 @@ class DistributedSampler(Sampler):
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            order = memoryview(order.numpy())  # It yields ints, as a list of nine times its size.
+            order = memoryview(
+                order.numpy()
+            )  # It yields ints, as a list does in nine times the memory.
         total_size = self.num_samples * self.num_replicas
         for position in range(self.samples_read + self.rank, total_size, self.num_replicas):
             yield order[position % len(order)]  # RANKS DIFFER in the position.
@@ -282,7 +291,7 @@ def make_loaders(args, shares, train_set, val_set):
         # A worker forked from a rank, which has threads, may hang (see DDP's documentation). But to
         # spawn one takes seconds, so workers persist.
         options |= {"multiprocessing_context": "spawn", "persistent_workers": True}
-        # A step takes a batch for each share at once. So workers read about two steps ahead.
+        # A step takes a batch for each share at once. So workers read two steps more ahead.
         options |= {"prefetch_factor": 2 + 2 * len(shares) // args.num_workers}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
@@ -306,9 +315,9 @@ def train(args, device):
     seed_generators(args.seed)  # All ranks draw the same first weights.
     train_set, val_set, net, optimizer = make_task(args, device)
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
-    # With 8 shares on 2 ranks, rank 0 computes the shares 6, 4, 2 and 0, and rank 1 computes 7, 5,
-    # 3 and 1. Of all buffers, such as BatchNorm's running means, a step keeps only those of rank 0
-    # after its last share. On any number of ranks this is share 0.
+    # Of all buffers, such as BatchNorm's running means, a step keeps those of rank 0 after its last
+    # share. On any number of ranks this is to be share 0. So with 8 shares on 2 ranks, rank 0
+    # computes the shares 6, 4, 2 and 0, and rank 1 computes 7, 5, 3 and 1.
     shares = range(rank, args.shares, world_size)[::-1]  # RANKS DIFFER
     sampler, train_loader, val_loader = make_loaders(args, shares, train_set, val_set)
 
@@ -335,7 +344,8 @@ def train(args, device):
     # model(x) returns what net(x) does, but its backward passes also average the gradients.
     # The net is model.module. (If a forward pass may leave out parameters, DDP needs the argument
     # find_unused_parameters=True.)
-    # RANKS MEET: all get rank 0's parameters and buffers. Gradients lie where DDP averages them.
+    # RANKS MEET: all get rank 0's parameters and buffers. The argument saves memory, because DDP
+    # then averages the gradients where they lie.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     # DDP would broadcast the buffers before a forward pass. Instead, train_step() does it at the
     # end of a step, so that all ranks evaluate the net that is saved. (This attribute is set here,
@@ -352,7 +362,7 @@ def train(args, device):
         while samples_read + args.global_batch_size <= len(train_set):  # Only whole steps are made.
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
-                group["lr"] = initial_lr * float(factor)  # A NumPy number could not be loaded.
+                group["lr"] = initial_lr * float(factor)  # A checkpoint cannot hold a NumPy number.
             batches = {share: next(train_batches) for share in shares}  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
             # RANKS MEET
@@ -413,7 +423,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    if len(batches) > 1:  # Instead the scale could be smaller, but gradient hooks would see it.
+    if len(batches) > 1:  # Not in the scale, because hooks on gradients would see it there.
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(batches)
@@ -483,7 +493,7 @@ def check_copies(net):
 
 # ---- 4. Checkpoints
 def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
-    """If there is a path, let rank 0 write a file. A crash leaves the old file or the new one.
+    """Let rank 0 write a file, unless path is None. A crash leaves the old file or the new one.
 
     parts: {"net": net, and names of what else has a state_dict(), such as the optimizer}.
     """
@@ -513,7 +523,7 @@ def load_checkpoint(path, settings, parts):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
-            pass  # This is a new job. After any other error, it would overwrite the file.
+            pass  # This is a new job. After any other error, a new job would overwrite the file.
         except Exception as error:
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
@@ -538,7 +548,7 @@ def load_checkpoint(path, settings, parts):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, connect it with the other ranks, and train."""
-    # SIGINT ends a rank at once. It comes from Ctrl-C, and from Linux if mp.spawn's process dies.
+    # SIGINT ends a rank at once. Ctrl-C sends it, and so does Linux if the launcher is killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
     # If a rank fails, the launcher ends the others by SIGTERM, and each first prints its stack.
@@ -590,7 +600,7 @@ def main():
         return
     # By default each rank would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
-    # By default it would listen on all networks. This one does not leave the machine.
+    # By default each rank would listen on all networks, and not only on the loopback interface.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     try:

@@ -734,7 +734,7 @@ class UnusualJobs(TestCase):
     def test_a_step_calls_five_collectives_and_never_waits(self):
         """They are for the number of labels, gradients, two dtypes of buffers, and the sums.
 
-        Gradients do not take memory beside DDP's, which are joined to one tensor.
+        After it, gradients take no memory beside DDP's, which are joined to one tensor.
         """
         make_task = partial(make_task_with, net_with_state, Ragged(48, 40, seed=0))
         options = f"{SMALL} --clip-grad-norm 1"
