@@ -11,9 +11,9 @@ with one on four, and restart a job on four GPUs when the others fail.
 Each process has a number, its rank, and is called a rank, too. The number of ranks is the world
 size. Every rank holds a copy of the net. At the start, DistributedDataParallel (DDP) copies rank
 0's weights to all ranks. The samples of a step, its global batch, are cut into a fixed number of
-shares, which are dealt to the ranks. A rank runs a backward pass for each of its shares, one after
-the other, which adds up their gradients. During the last pass, DDP averages these sums over the
-ranks. Then all ranks take the same optimizer step, so the copies stay equal.
+shares (micro-batches), which are dealt to the ranks. A rank runs a backward pass for each of its
+shares, one after the other, which adds up their gradients. During the last pass, DDP averages these
+sums over the ranks. Then all ranks take the same optimizer step, so the copies stay equal.
 
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
 share depend only on its number, and not on the rank that computes it. So BatchNorm normalizes over

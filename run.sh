@@ -4,6 +4,7 @@
 # bash run.sh test               run the tests (also: check, review, programs; see README.md)
 # PYTHON names the interpreter (python3). TORCH names a PyTorch to install (torch==2.13.0).
 set -euo pipefail
+# These would change what cd prints, and how Python asserts and imports.
 unset CDPATH PYTHONOPTIMIZE PYTHONSAFEPATH
 here=$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")
 base=${PYTHON:-python3}
