@@ -3,30 +3,29 @@
     bash run.sh    # a process for each GPU, or two on the CPU (bash run.sh --help: the options)
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # the same by PyTorch's launcher
 
-In most such scripts, the batch size, the BatchNorm statistics and the random numbers belong to a
-process, so the number of processes changes the result of a training. Here it changes only the
-speed, and rounding. So you can debug on one GPU what went wrong on eight, compare a run on two GPUs
-with one on four, and restart a job on four GPUs when the others fail.
+In most training scripts, the number of processes changes the result, because each process has its
+own batch size, BatchNorm statistics and random numbers. Here it changes only the speed, and
+rounding. So you can debug on one GPU what went wrong on eight, compare a run on two GPUs with one
+on four, and restart a job on four GPUs when the others fail.
 
-Each process has a number, its rank, and is called a rank, too. The number of ranks is the world
-size. Every rank holds a copy of the net. At the start, DistributedDataParallel (DDP) copies rank
-0's weights to all ranks. The samples of a step, its global batch, are cut into a fixed number of
+A process is called by its number, its rank, and the number of ranks is the world size. Every rank
+holds a copy of the net. The samples of a step, its global batch, are cut into a fixed number of
 shares (micro-batches), which are dealt to the ranks. A rank runs a backward pass for each of its
-shares, one after the other, which adds up their gradients. During the last pass, DDP averages these
-sums over the ranks. Then all ranks take the same optimizer step, so the copies stay equal.
+shares, one after the other, which adds up their gradients. During the last pass,
+DistributedDataParallel (DDP) averages these sums over the ranks. Then all ranks take the same
+optimizer step, so the copies stay equal.
 
 This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
-share depend only on its number, and not on the rank that computes it. So BatchNorm normalizes over
-a share, even on one GPU. On GPUs of one kind, any number of ranks that divides --shares gives the
-same result, except for rounding differences, which grow over the steps. By default there are 8
-shares. If the ranks do not divide 8, there are as many shares as ranks, and the result is another
-one. With as many ranks as shares, the result is that of DDP alone, if all shares have equally many
-labels.
+share depend only on its number, and not on the rank that computes it. So on GPUs of one kind, any
+number of ranks that divides --shares gives the same result, except for rounding, which grows over
+the steps. With as many ranks as shares, and equally many labels in each, it is the result of DDP
+alone. The price is that BatchNorm normalizes over a share, even on one GPU. By default there are 8
+shares, or, if the ranks do not divide 8, as many as ranks, with another result.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
 tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job. Or, worse, they are paired with that rank's next collective, and data get mixed up. RANKS
+job. Or, worse, theirs is paired with the next collective of that rank, and data get mixed up. RANKS
 DIFFER marks lines in which a rank does something of its own. A net that calls collectives itself,
 as nn.SyncBatchNorm does, or has state that is neither a parameter nor a buffer, still depends on
 the number of ranks.
@@ -47,6 +46,7 @@ import warnings
 from argparse import SUPPRESS, ArgumentParser
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -205,37 +205,11 @@ class DistributedSampler(Sampler):
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            order = memoryview(
-                order.numpy()
-            )  # It yields ints, as a list does in nine times the memory.
+            # A memoryview yields ints, as a list does, but in a ninth of its memory.
+            order = memoryview(order.numpy())
         total_size = self.num_samples * self.num_replicas
         for position in range(self.samples_read + self.rank, total_size, self.num_replicas):
             yield order[position % len(order)]  # RANKS DIFFER in the position.
-
-
-class ShareBatchSampler(Sampler):
-    """The batches of this rank's shares, step by step, as lists of (epoch, index).
-
-    Of 8 shares, share s has the positions s, s + 8, s + 16, ... of a step. Rank 1 of 2 reads
-
-        positions  1 3 5 7 9 11 13 15 ...
-        of shares  1 3 5 7 1  3  5  7 ...
-
-    So share 5 has every fourth of the rank's samples, from the one at index 5 // 2 = 2 on.
-    SeededItems needs the epoch.
-    """
-
-    def __init__(self, sampler, shares, share_size):
-        self.sampler = sampler
-        self.shares = shares
-        self.share_size = share_size
-
-    def __iter__(self):
-        batch_size = len(self.shares) * self.share_size
-        for indices in BatchSampler(self.sampler, batch_size, drop_last=True):
-            for share in self.shares:
-                first = share // self.sampler.num_replicas
-                yield [(self.sampler.epoch, index) for index in indices[first :: len(self.shares)]]
 
 
 def seed_generators(seed, *place):
@@ -271,31 +245,57 @@ class SeededItems(Dataset):
         return self.dataset[index]
 
 
-def make_loaders(args, shares, train_set, val_set):
-    """Return this rank's (sampler, train_loader, val_loader)."""
+class EpochBatchSampler(BatchSampler):
+    """The batches of a DistributedSampler, as lists of (epoch, index) for SeededItems."""
+
+    def __iter__(self):
+        for indices in super().__iter__():
+            yield [(self.sampler.epoch, index) for index in indices]
+
+
+def collate_shares(shares, items):
+    """Return {share: batch} for what this rank has read for a step.
+
+    Of 8 shares, share s has the samples at the positions s, s + 8, s + 16, ... of a step. Rank 1 of
+    2 reads every second position, so each of its 4 shares has every fourth of its items:
+
+        positions  1 3 5 7 9 11 13 15 ...
+        of shares  1 3 5 7 1  3  5  7 ...
+    """
+    batches = {}
+    for index, share in enumerate(shares):
+        batches[share] = torch.utils.data.default_collate(items[index :: len(shares)])
+    return batches
+
+
+def make_loaders(args, train_set, val_set):
+    """Return this rank's (sampler, train_loader, val_loader).
+
+    train_loader yields {share: batch} for a step, and val_loader yields batches.
+    """
     if args.global_batch_size > len(train_set):
         raise ValueError(f"--global-batch-size is larger than the {len(train_set)} samples")
-    share_size = args.global_batch_size // args.shares
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_batches = ShareBatchSampler(sampler, shares, share_size)
+    train_batches = EpochBatchSampler(sampler, args.global_batch_size // world_size, drop_last=True)
+    shares = range(rank, args.shares, world_size)  # RANKS DIFFER: those of this rank
     # A DistributedSampler would count some samples twice (pytorch/pytorch#25162). Instead, each
     # rank takes every world_size-th batch. All evaluations draw the random numbers of epoch 0.
+    share_size = args.global_batch_size // args.shares
     val_batches = []
-    first = dist.get_rank() * share_size  # RANKS DIFFER
-    for start in range(first, len(val_set), dist.get_world_size() * share_size):
-        stop = min(start + share_size, len(val_set))
-        val_batches.append([(0, index) for index in range(start, stop)])
+    for start in range(rank * share_size, len(val_set), world_size * share_size):  # RANKS DIFFER
+        indices = range(len(val_set))[start : start + share_size]
+        val_batches.append([(0, index) for index in indices])
 
     options = {"pin_memory": torch.cuda.is_available()}
     if args.num_workers > 0:
         # A worker forked from a rank, which has threads, may hang (see DDP's documentation). But to
         # spawn one takes seconds, so workers persist.
         options |= {"multiprocessing_context": "spawn", "persistent_workers": True}
-        # A step takes a batch for each share at once. So workers read two steps more ahead.
-        options |= {"prefetch_factor": 2 + 2 * len(shares) // args.num_workers}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
         batch_sampler=train_batches,
+        collate_fn=partial(collate_shares, shares),
         num_workers=args.num_workers,
         **options,
     )
@@ -311,15 +311,11 @@ def make_loaders(args, shares, train_set, val_set):
 # ---- 3. Training
 def train(args, device):
     """Train and evaluate. Every rank runs this function."""
-    rank, world_size, path = dist.get_rank(), dist.get_world_size(), args.checkpoint
+    rank, path = dist.get_rank(), args.checkpoint
     seed_generators(args.seed)  # All ranks draw the same first weights.
     train_set, val_set, net, optimizer = make_task(args, device)
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
-    # Of all buffers, such as BatchNorm's running means, a step keeps those of rank 0 after its last
-    # share. On any number of ranks this is to be share 0. So with 8 shares on 2 ranks, rank 0
-    # computes the shares 6, 4, 2 and 0, and rank 1 computes 7, 5, 3 and 1.
-    shares = range(rank, args.shares, world_size)[::-1]  # RANKS DIFFER
-    sampler, train_loader, val_loader = make_loaders(args, shares, train_set, val_set)
+    sampler, train_loader, val_loader = make_loaders(args, train_set, val_set)
 
     # All ranks must have the same settings, and so must the job that wrote the checkpoint. (The
     # learning rate is not among them, so a job may go on with another one.)
@@ -356,14 +352,14 @@ def train(args, device):
         start_time, samples_at_start = time.perf_counter(), samples_read
         sampler.set_epoch(epoch, samples_read)  # Without this, all epochs have the same order.
         model.train()
-        # next() fails if the batches end too early. A for loop would end the epoch in silence, even
-        # if it is the data set that has raised StopIteration.
-        train_batches = iter(train_loader)
-        while samples_read + args.global_batch_size <= len(train_set):  # Only whole steps are made.
+        # If an item raises StopIteration, so does next(). A for loop over the loader would end the
+        # epoch in silence.
+        step_batches = iter(train_loader)
+        for _ in range(len(train_loader)):
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
                 group["lr"] = initial_lr * float(factor)  # A checkpoint cannot hold a NumPy number.
-            batches = {share: next(train_batches) for share in shares}  # RANKS DIFFER
+            batches = next(step_batches)  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
             # RANKS MEET
             sums += train_step(model, optimizer, batches, seeds, args.clip_grad_norm, args.amp)
@@ -392,7 +388,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     The ranks meet to count the labels, to average the gradients (in the last backward pass), to get
     rank 0's buffers, and to add up the sums.
 
-    batches: {share: batch}. All ranks have equally many, and share 0 is the last one of rank 0.
+    batches: {share: batch}. All ranks have equally many, and share 0 is one of rank 0's.
     seeds: the arguments of seed_generators(), to which the number of the share is appended.
     """
     net, device = model.module, next(model.parameters()).device
@@ -407,31 +403,33 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     num_shares = dist.get_world_size() * len(batches)
     scale = num_shares / num_labels.clamp(min=1e-9)  # Without any label, the loss is 0.
 
+    # Every share begins with the same buffers, such as BatchNorm's running means. In the end, all
+    # ranks get the buffers of rank 0. Share 0 comes last, so that these are always its buffers.
+    shares = sorted(batches, reverse=True)
+    start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     step_sums = 0
-    start_buffers = [buffer.clone() for buffer in net.buffers()] if len(batches) > 1 else []
     model.zero_grad()  # This also clears what another net's step has left, as in a GAN.
-    for index, (share, batch) in enumerate(batches.items()):
-        if index > 0:  # All shares begin with the same buffers, such as BatchNorm's running means.
+    for share in shares:
+        if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
                 buffer.copy_(start_buffer)
         seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
         # A backward pass adds to the gradients. The last one also averages over the ranks what has
         # been added up. The others, and their forward passes, must be under no_sync().
-        is_last = index == len(batches) - 1
-        with nullcontext() if is_last else model.no_sync():
-            share_sums = batch_sums(model, batch, amp)
+        with nullcontext() if share == shares[-1] else model.no_sync():
+            share_sums = batch_sums(model, batches[share], amp)
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    if len(batches) > 1:  # Not in the scale, because hooks on gradients would see it there.
+    if len(shares) > 1:  # Not in the scale, because hooks on gradients would see it there.
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= len(batches)
+                parameter.grad /= len(shares)
 
     if clip_grad_norm > 0:  # All ranks have the same gradients now, and so the same norm.
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    broadcast_buffers(net)  # RANKS MEET: all get the buffers that share 0 left.
+    broadcast_buffers(net)  # RANKS MEET
     dist.all_reduce(step_sums)  # RANKS MEET
     return torch.cat([num_labels.view(1), step_sums])
 

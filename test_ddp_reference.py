@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 from torch.utils.data import DistributedSampler as TorchSampler
 
@@ -235,8 +234,6 @@ class Lesson2Step(TestCase):
         for ranks in (1, 2, 3, 4):
             net = saved_net(ranks, "--shares 12", *task)  # Two of these shares have no labels.
             assert_close(net, expected, f"with 12 shares on {ranks} ranks")
-        net = saved_net(1, "--shares 4 --num-workers 1", *task)
-        assert_close(net, expected, "read by loader workers")
 
 
 # ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 21 to 25)
@@ -286,7 +283,7 @@ class Lesson3Evaluation(TestCase):
                 assert_close(float(number), wanted, f"on {ranks} ranks, {batch_size=}", 1e-4)
 
 
-# ---- Lesson 4: shares (ShareBatchSampler, train_step's loop; 4 seconds; rows 14 to 16)
+# ---- Lesson 4: shares (collate_shares, train_step's loop; 4 seconds; rows 14 to 16)
 # Many nets look at several samples at once: of the values 1 and 5, BatchNorm makes -1 and 1, but
 # -1.4 and 1.4 if 3 and 3 are with them. Many draw random numbers, as dropout does. So what is
 # computed together, and what it draws, must not depend on the number of ranks: a step always has,
@@ -434,10 +431,9 @@ load_checkpoint = ddp.load_checkpoint
 
 class TheSampler(TestCase):
     def test_it_reads_what_pytorchs_sampler_does(self):
-        sizes = [*range(20), 70000]  # 70000 is more than 16 bits hold.
-        for num_samples, replicas, shuffle, drop_last in product(
-            sizes, range(1, 7), (True, False), (True, False)
-        ):
+        cases = list(product(range(20), range(1, 7), (True, False), (True, False)))
+        cases.append((70000, 3, True, False))  # 70000 is more than 16 bits hold.
+        for num_samples, replicas, shuffle, drop_last in cases:
             for rank in range(replicas):
                 arguments = (range(num_samples), replicas, rank, shuffle, 7, drop_last)
                 ours = ddp.DistributedSampler(*arguments)
@@ -497,10 +493,9 @@ def load_on_rank_0_only(path, settings, parts):
     return load_checkpoint(path if dist.get_rank() == 0 else "elsewhere", settings, parts)
 
 
-def drifting_step(model, *arguments):
-    """In place of train_step(): change the net on rank 1, as if its gradients were not averaged."""
-    *_, last = model.parameters()
-    last.data += 0.001 * dist.get_rank()
+def drifting_step(name, model, *arguments):
+    """In place of train_step(): change a parameter on rank 1, as if it was not averaged."""
+    model.module.get_parameter(name).data += 0.001 * dist.get_rank()
     return train_step(model, *arguments)
 
 
@@ -533,13 +528,23 @@ def crash(args, device):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@cache
+def small_checkpoint():
+    """Return the content of the checkpoint that a small job saves."""
+    run_job(2, f"{SMALL} --checkpoint small")
+    return Path("small").read_bytes()
+
+
 class Faults(TestCase):
-    """A fault ends the job with an error that says what is wrong, and leaves the checkpoint."""
+    """A fault ends the job with an error that says what is wrong, and leaves the checkpoint.
+
+    To add a test of a job that must fail, copy test_a_full_disk_leaves_the_old_checkpoint(), and
+    write a function that does what goes wrong, such as open_full_disk().
+    """
 
     def setUp(self):
-        Path("ck").unlink(missing_ok=True)
-        run_job(2, f"{SMALL} --checkpoint ck")
-        self.intact = Path("ck").read_bytes()
+        self.intact = small_checkpoint()
+        Path("ck").write_bytes(self.intact)
 
     def assert_job_fails(self, error, options="", checkpoint="ck", **replacements):
         options = f"{SMALL} --epochs 3 --checkpoint {checkpoint} {options}"
@@ -584,25 +589,38 @@ class Faults(TestCase):
 
     def test_nets_that_drift_apart_end_the_job(self):
         make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
-        with self.assertRaises(FAILED):
-            run_job(2, SMALL, make_task=make_task, train_step=drifting_step)
-        # The first error to be reported may be rank 0's, which has lost rank 1.
-        self.assertIn("2.bias differs from that of rank 0", Path("stderr1").read_text())
+        for name in ("0.weight", "2.bias"):  # the first parameter and the last
+            step = partial(drifting_step, name)
+            with self.assertRaises(FAILED):
+                run_job(2, SMALL, make_task=make_task, train_step=step)
+            # The first error to be reported may be rank 0's, which has lost rank 1.
+            self.assertIn(f"{name} differs from that of rank 0", Path("stderr1").read_text())
 
     def test_a_net_with_a_nan_is_not_saved(self):
         self.assert_job_fails("holds a nan, so ck was not written", "--lr inf")
+
+    def test_a_single_nan_anywhere_in_the_net_is_found(self):
+        self.be_the_only_rank()
+        for name in ("0.weight", "1.running_var"):  # the first tensor, and the last but an integer
+            net = nn.Sequential(nn.Conv1d(1, 2, 1), nn.BatchNorm1d(2))
+            net.state_dict()[name].view(-1)[-1] = torch.nan
+            with self.assertRaisesRegex(FloatingPointError, f"{name} holds a nan"):
+                ddp.save_checkpoint("new", {}, {"net": net}, 0, 0, torch.zeros(3))
 
     def test_a_full_disk_leaves_the_old_checkpoint(self):
         self.assert_job_fails("No space left on device", open=open_full_disk)
         self.assertNotIn("No space left", Path("stderr1").read_text())  # Only rank 0 writes.
 
     def test_a_file_has_reached_the_disk_before_it_replaces_the_old_one(self):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
+        self.be_the_only_rank()
         synced = []
         with mock.patch("os.fsync", lambda file: synced.append(os.path.getsize(file.name))):
             ddp.save_checkpoint("ck", {}, {"net": plain_net()}, 0, 0, torch.zeros(3))
         self.assertEqual(synced, [os.path.getsize("ck")])
+
+    def be_the_only_rank(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
 
     def test_a_folder_that_does_not_exist_ends_the_job_at_its_start(self):
         with self.assertRaisesRegex(FAILED, "No such file or directory: 'nowhere/ck"):
@@ -630,28 +648,36 @@ def clamp(gradient):
     return gradient.clamp(-0.001, 0.001)
 
 
-class UnusualNet(nn.Module):
-    """It has a hook that clamps gradients, activation checkpointing, and noise in evaluation."""
+def clamped_net():
+    """Return a net with a hook on a gradient."""
+    net = plain_net()
+    net[0].weight.register_hook(clamp)
+    return net
+
+
+class NoisyNet(nn.Conv1d):
+    """A net that draws random numbers in evaluation, too."""
 
     def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 3, 3, padding=1, bias=False)
-        self.conv.weight.register_hook(clamp)
-        # Its names in state_dict() differ from those in named_buffers().
-        self.norm = checkpoint_wrapper(nn.BatchNorm1d(3), preserve_rng_state=False)
+        super().__init__(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(len(x), 1, 1, device=x.device))
+
+
+class StrangeState(nn.Conv1d):
+    """A net whose state has a text, an infinite buffer, and a frozen and transposed parameter."""
+
+    def __init__(self):
+        super().__init__(3, 3, 1)
         self.register_buffer("mask", torch.full((3, 1), -torch.inf))
-        frozen = torch.ones(3, 2).T  # Its elements do not lie in the order of its indices.
-        self.frozen = nn.Parameter(frozen, requires_grad=False)
+        self.frozen = nn.Parameter(torch.ones(3, 2).T, requires_grad=False)
 
     def get_extra_state(self):
         return "a text"
 
     def set_extra_state(self, state):
         assert state == "a text"
-
-    def forward(self, x):
-        logits = self.norm(self.conv(x + torch.rand(len(x), 1, 1, device=x.device)))
-        return torch.maximum(logits, self.mask)
 
 
 def step_after_another_nets(model, *arguments):
@@ -661,10 +687,10 @@ def step_after_another_nets(model, *arguments):
     return train_step(model, *arguments)
 
 
-def loader_that_tells(dataset, num_workers, persistent_workers, prefetch_factor, **options):
+def loader_that_tells(dataset, num_workers, persistent_workers, **options):
     """In place of DataLoader: print the options for workers, and make a loader that has none."""
     context = options.pop("multiprocessing_context")
-    print(f"{context=} {persistent_workers=} {num_workers=} ahead={num_workers * prefetch_factor}")
+    print(f"{context=} {persistent_workers=} {num_workers=}")
     return DataLoader(dataset, **options)
 
 
@@ -676,14 +702,24 @@ class AllIgnored(ddp.SyntheticDataset):
         return x, torch.full_like(y, -100)
 
 
-class PrintsDtype(nn.Conv1d):
+class PrintsHowItIsCalled(nn.Conv1d):
+    """A net whose logits are 0, so the loss of three equally likely classes is log(3) = 1.0986."""
+
     def __init__(self):
         super().__init__(3, 3, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x):
         logits = super().forward(x)
-        print(logits.dtype)
+        print(f"training={self.training} gradients={logits.requires_grad} {logits.dtype}")
         return logits
+
+
+def task_that_draws(args, device):
+    """In place of make_task(): print random numbers, which a random split would use."""
+    print(f"drawn: {torch.rand(())} {np.random.rand()} {random.random()}")
+    return make_task_with(plain_net, ddp.SyntheticDataset(48, 40, seed=0), args, device)
 
 
 def profiled_step(*arguments):
@@ -703,18 +739,40 @@ def profiled_step(*arguments):
 
 
 class UnusualJobs(TestCase):
-    def test_hooks_and_nets_that_draw_in_evaluation_do_not_see_the_number_of_ranks(self):
+    def assert_ranks_do_not_matter(self, make_net, workers=0, **replacements):
+        """Run a job on 1 rank, with workers, and on 2 and 4, and compare what they print."""
         printed = []
-        for ranks, workers in ((1, 1), (2, 0), (4, 0)):
-            options = f"{SMALL} --num-workers {workers} --lr 0.1 --checkpoint unusual"
-            make_task = partial(make_task_with, UnusualNet, Ragged(48, 40, seed=0))
-            out = run_job(ranks, options, make_task=make_task, train_step=step_after_another_nets)
-            os.remove("unusual")
+        for ranks in (1, 2, 4):
+            options = f"{SMALL} --lr 0.1 --num-workers {workers if ranks == 1 else 0}"
+            make_task = partial(make_task_with, make_net, Ragged(48, 40, seed=0))
+            out = run_job(ranks, options, make_task=make_task, **replacements)
             printed.append([float(number) for number in re.findall(r"loss (\S+)", out[0])])
-
         self.assertEqual(len(printed[0]), 6)  # Each epoch has a line for four steps, and another.
         assert_close(printed[1], printed[0], "on 2 ranks", 1e-4)
         assert_close(printed[2], printed[0], "on 4 ranks", 1e-4)
+
+    def test_hooks_on_gradients_do_not_see_the_number_of_ranks(self):
+        self.assert_ranks_do_not_matter(clamped_net)
+
+    def test_random_numbers_in_evaluation_and_in_workers_do_not_depend_on_ranks(self):
+        self.assert_ranks_do_not_matter(NoisyNet, workers=1)
+
+    def test_gradients_that_another_net_has_left_do_not_count(self):
+        self.assert_ranks_do_not_matter(plain_net, train_step=step_after_another_nets)
+
+    def test_a_net_with_strange_state_is_saved_and_resumed(self):
+        make_task = partial(make_task_with, StrangeState, ddp.SyntheticDataset(48, 40, seed=0))
+        for epochs in (1, 2):
+            options = f"{SMALL} --epochs {epochs} --checkpoint strange"
+            out, _ = run_job(2, options, make_task=make_task)
+            self.assertIn(f"strange: epoch {epochs - 1}/{epochs}", out)
+
+    def test_all_ranks_draw_the_same_random_numbers_in_make_task(self):
+        drawn = set()
+        for ranks in (1, 2):
+            for out in run_job(ranks, SMALL, make_task=task_that_draws):
+                drawn.add(re.search("drawn: .*", out)[0])
+        self.assertEqual(len(drawn), 1)
 
     def test_samples_without_any_labels_leave_the_net_unharmed(self):
         net = saved_net(2, "--shares 2", plain_net, AllIgnored(12, 40, seed=0))
@@ -723,15 +781,20 @@ class UnusualJobs(TestCase):
     def test_num_workers_counts_the_workers_of_a_rank_and_at_most_two_for_validation(self):
         (out,) = run_job(1, f"{SMALL} --num-workers 3", DataLoader=loader_that_tells)
 
-        # The rank has 4 shares: 12 batches are three steps.
-        self.assertIn("context='spawn' persistent_workers=True num_workers=3 ahead=12\n", out)
-        self.assertIn("context='spawn' persistent_workers=True num_workers=2", out)
+        self.assertIn("context='spawn' persistent_workers=True num_workers=3\n", out)
+        self.assertIn("context='spawn' persistent_workers=True num_workers=2\n", out)
 
-    def test_amp_computes_in_bfloat16(self):
-        make_task = partial(make_task_with, PrintsDtype, ddp.SyntheticDataset(48, 40, seed=0))
+    def test_amp_computes_in_bfloat16_but_the_loss_in_float32(self):
+        data = ddp.SyntheticDataset(48, 40, seed=0)
+        make_task = partial(make_task_with, PrintsHowItIsCalled, data)
         for options, dtype in (("", "torch.float32"), ("--amp", "torch.bfloat16")):
-            out = run_job(1, f"{SMALL} {options}", make_task=make_task)
-            self.assertEqual(set(re.findall(r"torch\.\D\S+", out[0])), {dtype})
+            (out,) = run_job(1, f"{SMALL} --lr 0 {options}", make_task=make_task)
+            training, evaluation = (
+                f"training=True gradients=True {dtype}",
+                f"training=False gradients=False {dtype}",
+            )
+            self.assertEqual(set(re.findall("training=.*", out)), {training, evaluation})
+            self.assertEqual(set(re.findall(r"loss (\S+)", out)), {"1.0986"})
 
     def test_a_step_calls_five_collectives_and_never_waits(self):
         """They are for the number of labels, gradients, two dtypes of buffers, and the sums.
@@ -764,25 +827,27 @@ class PrintedNumbers(TestCase):
         clock = SimpleNamespace(perf_counter=iter(range(0, 99, 2)).__next__)  # 2 seconds a look
         run = partial(run_job, 3, make_task=make_task, time=clock)
         options = f"{SMALL} --shares 3 --log-every 4 --checkpoint printed --checkpoint-every 2"
-        # A first job has another learning rate, which must not come back, and ends before its
-        # first step. A second one ends after its second step, and a third before its first.
-        for lr, stop_after in (("1", 0), ("0", 0.7), ("0", 0)):
+        # The first job has another learning rate, which must not come back, and ends before its
+        # first step, the second after two steps, the third before one, the fourth after an epoch.
+        for lr, stop_after in (("1", 0), ("0", 0.7), ("0", 0), ("0", 1)):
             with self.assertRaises(FAILED):
                 run(f"{options} --lr {lr}", lr_factor=partial(stop_at, stop_after))
+        fourth = Path("rank0").read_text()
 
-        printed = run(f"{options} --lr 0")
+        last, *others = run(f"{options} --lr 0")
 
         net = plain_net()
         net.load_state_dict(torch.load("printed", map_location="cpu")["net"])
         val_loss, val_accuracy = loss_and_accuracy(net, [val_set[0, i] for i in range(25)])
-        expected = "printed: epoch 0/2, sample 24/48\n"
-        for epoch, speed in enumerate((12.0, 24.0)):  # The first epoch has 24 samples left.
+        for epoch, printed, sample, speed in ((0, fourth, 24, 12.0), (1, last, 0, 24.0)):
             loss, accuracy = loss_and_accuracy(net, [train_set[epoch, i] for i in range(48)])
             train = f"loss {loss:#.5g} accuracy {accuracy:#.5g}"
             val = f"val_loss {val_loss:#.5g} val_accuracy {val_accuracy:#.5g}"
+            expected = f"printed: epoch {epoch}/2, sample {sample}/48\n"
             expected += f"epoch {epoch} | 48/48 | {train}\n"
             expected += f"epoch {epoch} | {train} | {val} | {speed} samples/s\n"
-        self.assertEqual("".join(printed).partition("\n")[2], expected)  # Only rank 0 prints.
+            self.assertEqual(printed.partition("\n")[2], expected)
+        self.assertEqual(others, ["", ""])  # Only rank 0 prints.
 
 
 # ---- The README: what it shows is run
@@ -1048,6 +1113,11 @@ class TheProcesses(TestCase):
             device = f"cuda:{rank % GPUS}" if GPUS else "cpu"
             hostid = f"'{rank}'" if GPUS == 1 else None
             self.assertIn(f"rank {rank} on {device}, loopback=True, {threads=}, {hostid=!s}\n", out)
+
+    @unittest.skipUnless(GPUS, "there is no GPU")
+    def test_under_torchrun_the_local_rank_chooses_the_gpu(self):
+        for rank, out in enumerate(run_job(2, train=add_up_integers)):
+            self.assertIn(f"on cuda:{(1 - rank) % GPUS}:", out)  # as run_job() numbers local ranks
 
     def test_a_rank_that_hangs_prints_its_stack_and_torchrun_restarts(self):
         status, out, err = wait_for("hanging.py")
@@ -1324,14 +1394,14 @@ class TheCheck(TestCase):
         self.assertIn("did not go on", ignored)
 
     def test_it_ends_any_job(self):
-        for text, reason in (
-            ("import sys\nsys.exit(1 + len(sys.stdin.read()))", "2 processes the job failed"),
-            ("print('loss 0.5', flush=True)\nwhile True: pass", "took over 3 s"),
-            ("import os, time\nif os.fork() == 0: time.sleep(99)\nos._exit(3)", "failed"),
+        for text, limit, reason in (
+            ("import sys\nsys.exit(1 + len(sys.stdin.read()))", 60, "2 processes the job failed"),
+            ("print('loss 0.5', flush=True)\nwhile True: pass", 1, "took over 1 s"),
+            ("import os, time\nif os.fork() == 0: time.sleep(99)\nos._exit(3)", 60, "failed"),
         ):
             Path("job.py").write_text(f"# '--nproc-per-node'\n{text}")
             with self.assertRaisesRegex(SystemExit, reason):
-                run_for_check(2, ["job.py"], "path", limit=3)
+                run_for_check(2, ["job.py"], "path", limit=limit)
         Path("job.py").write_bytes(b"# '--nproc-per-node'\nprint('\\udcff 0.5', end='')")
         with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "utf-8:surrogateescape"}):
             self.assertEqual(len(read_numbers(run_for_check(1, ["job.py"], "path"))), 1)
