@@ -20,7 +20,8 @@ share depend only on its number, and not on the rank that computes it. So on GPU
 number of ranks that divides --shares gives the same result, except for rounding, which grows over
 the steps. With as many ranks as shares, and equally many labels in each, it is the result of DDP
 alone. The price is that BatchNorm normalizes over a share, even on one GPU. By default there are 8
-shares, or, if the ranks do not divide 8, as many as ranks, with another result.
+shares. If the ranks do not divide 8, there are as many shares as ranks, and the result is another
+one.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
@@ -421,7 +422,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    if len(shares) > 1:  # Not in the scale, because hooks on gradients would see it there.
+    if len(shares) > 1:  # This is not part of the scale, because hooks on gradients would see it.
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(shares)
@@ -444,7 +445,7 @@ def evaluate(net, loader, seed, amp=False):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = next(net.parameters()).device
     sums = torch.zeros(1 + len(METRICS), dtype=torch.float64, device=device)
-    batches = iter(loader)  # as in train()
+    batches = iter(loader)  # with next() in place of a for loop, as in train()
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)

@@ -916,7 +916,7 @@ class TheReadme(TestCase):
         programs = readme_programs()
         one = printed_by(programs["one.py"], 1)
         self.assertTrue(f"ends at {one.split(' | ')[-1].strip()}\n" in README.read_text(), one)
-        for name in ("many.py", "dp.py"):
+        for name in ("many.py", "accumulate.py", "dp.py"):
             self.assertEqual(printed_by(programs[name], 2), one, name)
 
     def test_its_gpt_learns_and_prints_the_same_on_one_process_and_on_two(self):
