@@ -1,39 +1,42 @@
 """Train a net on several GPUs with PyTorch, in one file to run, read, copy and edit.
 
     bash run.sh    # a process for each GPU, or two on the CPU (bash run.sh --help: the options)
-    torchrun --standalone --nproc-per-node=4 ddp_reference.py    # the same by PyTorch's launcher
+    torchrun --standalone --nproc-per-node=4 ddp_reference.py    # with PyTorch's launcher
 
-In most training scripts, the number of processes changes the result, because each process has its
-own batch size, BatchNorm statistics and random numbers. Here it changes only the speed, and
-rounding. So you can debug on one GPU what went wrong on eight, compare a run on two GPUs with one
-on four, and restart a job on four GPUs when the others fail.
+In most scripts for several GPUs, the number of processes changes the result, because the batch size
+is that of a process, and each process has its own BatchNorm statistics and random numbers. Here it
+changes only the speed, and rounding, if it divides the number of shares (see below). So you can
+debug on one GPU what went wrong on eight, compare a run on two GPUs with one on four, and go on
+with four GPUs if the other four fail.
 
-A process is called by its number, its rank, and the number of ranks is the world size. Every rank
-holds a copy of the net. The samples of a step, its global batch, are cut into a fixed number of
-shares (micro-batches), which are dealt to the ranks. A rank runs a backward pass for each of its
-shares, one after the other, which adds up their gradients. During the last pass,
-DistributedDataParallel (DDP) averages these sums over the ranks. Then all ranks take the same
-optimizer step, so the copies stay equal.
+Processes are counted from 0. The number of a process is its rank, and the process is called a rank,
+too. The number of ranks is the world size. Every rank holds a copy of the net. The samples of a
+step, its global batch, are cut into a fixed number of shares (micro-batches), which are dealt to
+the ranks. A rank runs a forward and a backward pass for each of its shares, one after the other,
+and so adds up their gradients. During the last backward pass, DistributedDataParallel (DDP)
+averages these sums over the ranks. Then all ranks take the same optimizer step, so the copies stay
+equal.
 
-This is gradient accumulation, but the samples, the random numbers and the BatchNorm statistics of a
-share depend only on its number, and not on the rank that computes it. So on GPUs of one kind, any
-number of ranks that divides --shares gives the same result, except for rounding, which grows over
-the steps. With as many ranks as shares, and equally many labels in each, it is the result of DDP
-alone. The price is that BatchNorm normalizes over a share, even on one GPU. By default there are 8
-shares. If the ranks do not divide 8, there are as many shares as ranks, and the result is another
-one.
+This is gradient accumulation. But the samples, the random numbers and the BatchNorm statistics of a
+share depend only on the step and on the number of the share, never on the rank that computes it. So
+on GPUs of one kind, any number of ranks that divides --shares gives the same result, except for
+rounding differences, which grow over the steps. The price is that BatchNorm normalizes over a
+share, even on one GPU. A net still depends on the number of ranks if it communicates itself, as
+nn.SyncBatchNorm does, or if it has state that is neither a parameter nor a buffer.
+
+By default there are 8 shares. If the number of ranks does not divide 8, there is one share for each
+rank, and the result is another one. With one share for each rank, and equally many labels in each,
+the result is that of plain DDP.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
 tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job. Or, worse, theirs is paired with the next collective of that rank, and data get mixed up. RANKS
-DIFFER marks lines in which a rank does something of its own. A net that calls collectives itself,
-as nn.SyncBatchNorm does, or has state that is neither a parameter nor a buffer, still depends on
-the number of ranks.
+job. Or, worse, their call is matched with the next collective of that rank, and the data get mixed
+up without an error. RANKS DIFFER marks lines in which a rank does something of its own.
 
-The chapters are your task, which you edit, the data, training, checkpoints, and the processes. At
-the end, main() starts the ranks. Each calls run_rank(), which calls train(), which calls
-train_step() for each step.
+The chapters are: 1. your task, which you edit; 2. the data; 3. training; 4. checkpoints; 5. the
+processes. At the end, main() starts the ranks. Each calls run_rank(), which calls train(), which
+calls train_step() for each step.
 """
 
 import faulthandler
@@ -52,7 +55,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # If PyTorch imports it later, gloo may crash: pytorch/pytorch#190489
+import torch.distributed.nn  # Unused, but a later import may crash: pytorch/pytorch#190489
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -90,7 +93,7 @@ class ConvNet(nn.Sequential):
 
 
 def make_task(args, device):
-    """Return (train_set, val_set, net, optimizer), which must be the same on all ranks."""
+    """Return (train_set, val_set, net, optimizer), equal on all ranks, which are seeded alike."""
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(125, args.length, args.seed + 1)
     net = ConvNet().to(device)
@@ -102,7 +105,7 @@ def lr_factor(args, epochs_done):
 
     epochs_done: a float, which is 2.5 in the middle of the third epoch.
     """
-    return 1.0  # With a warm-up: min(1.0, epochs_done + 0.1)
+    return 1.0  # To warm up over an epoch: min(1.0, epochs_done + 0.1)
 
 
 METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The first is minimized.
@@ -111,7 +114,7 @@ METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The 
 def count_labels(batch):
     """Return the number of labels in a batch: an int, or a tensor of shape ().
 
-    A position with -100 has no label.
+    A position with -100, the ignore_index of F.cross_entropy(), has no label.
     """
     x, y = batch
     return (y != -100).sum()
@@ -119,6 +122,8 @@ def count_labels(batch):
 
 def batch_sums(model, batch, amp):
     """Return the METRICS, summed over the labels of a batch: float64 (2,).
+
+    model: in training the DDP model, in evaluation the bare net.
 
     Sums of batches can be added up. Means cannot, because batches may differ in their numbers of
     labels.
@@ -128,7 +133,7 @@ def batch_sums(model, batch, amp):
     with torch.autocast(device.type, torch.bfloat16, enabled=amp):
         logits = model(x)
     loss = F.cross_entropy(logits.float(), y, reduction="sum")  # bfloat16 is too coarse for sums.
-    correct = (logits.max(dim=1).indices == y).sum()  # On a CPU, argmax() is ten times slower.
+    correct = (logits.max(dim=1).indices == y).sum()  # argmax() is much slower on a CPU.
     return torch.stack([loss.double(), correct.double()])
 
 
@@ -142,16 +147,16 @@ def positive(text):
 
 def make_parser():
     """Return the parser of the command line."""
-    parser = ArgumentParser(usage=SUPPRESS)  # Without the usage, an error is one line.
+    parser = ArgumentParser(usage=SUPPRESS)  # It would precede each error message.
     add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
-    add("--nproc-per-node", type=positive, default=nproc, help="processes (here %(default)s)")
+    add("--nproc-per-node", type=positive, default=nproc, help="processes to start (%(default)s)")
     add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
     add("--epochs", type=positive, default=6, help="passes over the data (%(default)s)")
-    add("--global-batch-size", type=positive, help="samples in a step (about 240)")
-    add("--shares", type=positive, help="parts of a step (8 or, if this fails, one a process)")
+    add("--global-batch-size", type=positive, help="samples of a step (240, rounded)")
+    add("--shares", type=positive, help="parts of a step (8, or one a process)")
     add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
-    add("--clip-grad-norm", type=float, default=0.0, help="norm to which gradients are clipped")
+    add("--clip-grad-norm", type=float, default=0.0, help="norm to clip gradients to (0: off)")
     add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
     add("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
     add("--checkpoint", help="file to which the job is saved, and from which it goes on")
@@ -165,7 +170,7 @@ def make_parser():
 
 # ---- 2. The data: which samples a rank reads, and which random numbers are drawn for them
 class DistributedSampler(Sampler):
-    """PyTorch's DistributedSampler, but it can also begin in the middle of an epoch.
+    """Like torch.utils.data.DistributedSampler, but it can begin in the middle of an epoch.
 
     All W ranks (num_replicas) shuffle alike, by seed + epoch, and rank r reads the positions r,
     r + W, r + 2W, ... of that order. So if each reads B / W samples, these are together the next B
@@ -184,7 +189,7 @@ class DistributedSampler(Sampler):
         self.shuffle = shuffle
         self.seed = seed
         round_up = 0 if drop_last else self.num_replicas - 1
-        self.num_samples = (len(dataset) + round_up) // self.num_replicas  # of this rank
+        self.num_samples = (len(dataset) + round_up) // self.num_replicas  # of a rank
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
@@ -201,7 +206,7 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = range(len(self.dataset))
         if self.shuffle:
-            if self.was_read:  # Without set_epoch(), epochs have one order (pytorch/pytorch#31771).
+            if self.was_read:  # All epochs would have the same order (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -216,13 +221,15 @@ class DistributedSampler(Sampler):
 def seed_generators(seed, *place):
     """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
-    A place is some whole numbers, such as (epoch, index) for a sample and (epoch, samples_read,
-    share) for a share. So no checkpoint has to hold the states of generators.
+    A place is some whole numbers: (epoch, index) for a sample, and (epoch, samples_read, share) for
+    a share, where samples_read tells the step. Because generators are seeded at each place, no
+    checkpoint has to hold their states.
     """
-    # There are three seeds, because PyTorch and NumPy draw the same bits from the same seed.
+    # SeedSequence makes independent seeds of these numbers. (With one seed for all generators,
+    # PyTorch and NumPy would draw the same bits.)
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
-    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() is too slow for an item.
+    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() looks at all devices.
     if torch.cuda.is_initialized():  # in a rank that has a GPU, but not in its loader workers
         torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
@@ -230,10 +237,11 @@ def seed_generators(seed, *place):
 
 
 class SeededItems(Dataset):
-    """A data set whose samples draw random numbers, as augmentation does, by epoch and index.
+    """A data set that seeds the generators before it reads a sample, by its epoch and index.
 
-    It is indexed by (epoch, index), so that loader workers know the epoch. It seeds the global
-    generators. Without loader workers, these are the rank's own, which train_step() seeds again.
+    So augmentation does not depend on the process that reads the sample. The data set is indexed by
+    (epoch, index), because loader workers do not know the epoch. Without loader workers, it seeds
+    the generators of the rank itself, which train_step() then seeds again.
     """
 
     def __init__(self, dataset, seed):
@@ -255,13 +263,13 @@ class EpochBatchSampler(BatchSampler):
 
 
 def collate_shares(shares, items):
-    """Return {share: batch} for what this rank has read for a step.
+    """Divide the items that this rank has read for a step: return {share: batch}.
 
     Of 8 shares, share s has the samples at the positions s, s + 8, s + 16, ... of a step. Rank 1 of
-    2 reads every second position, so each of its 4 shares has every fourth of its items:
+    2 reads the positions 1, 3, 5, ..., so each of its 4 shares gets every fourth item:
 
-        positions  1 3 5 7 9 11 13 15 ...
-        of shares  1 3 5 7 1  3  5  7 ...
+        position  1 3 5 7 9 11 13 15 ...
+        share     1 3 5 7 1  3  5  7 ...
     """
     batches = {}
     for index, share in enumerate(shares):
@@ -277,11 +285,13 @@ def make_loaders(args, train_set, val_set):
     if args.global_batch_size > len(train_set):
         raise ValueError(f"--global-batch-size is larger than the {len(train_set)} samples")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    shares = range(rank, args.shares, world_size)  # RANKS DIFFER: the shares of this rank
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # On any number of ranks, drop_last leaves out what is left of an epoch after its whole steps.
     train_batches = EpochBatchSampler(sampler, args.global_batch_size // world_size, drop_last=True)
-    shares = range(rank, args.shares, world_size)  # RANKS DIFFER: those of this rank
-    # A DistributedSampler would count some samples twice (pytorch/pytorch#25162). Instead, each
-    # rank takes every world_size-th batch. All evaluations draw the random numbers of epoch 0.
+    # For validation, a DistributedSampler would count some samples twice (pytorch/pytorch#25162).
+    # Instead, each rank takes every world_size-th batch. The epoch is always 0, so that all
+    # evaluations draw the same random numbers.
     share_size = args.global_batch_size // args.shares
     val_batches = []
     for start in range(rank * share_size, len(val_set), world_size * share_size):  # RANKS DIFFER
@@ -290,8 +300,8 @@ def make_loaders(args, train_set, val_set):
 
     options = {"pin_memory": torch.cuda.is_available()}
     if args.num_workers > 0:
-        # A worker forked from a rank, which has threads, may hang (see DDP's documentation). But to
-        # spawn one takes seconds, so workers persist.
+        # Forking a process that has threads, as a rank has, may hang (see DDP's documentation).
+        # Spawning a worker takes seconds, so workers persist.
         options |= {"multiprocessing_context": "spawn", "persistent_workers": True}
     train_loader = DataLoader(
         SeededItems(train_set, args.seed),
@@ -315,11 +325,12 @@ def train(args, device):
     rank, path = dist.get_rank(), args.checkpoint
     seed_generators(args.seed)  # All ranks draw the same first weights.
     train_set, val_set, net, optimizer = make_task(args, device)
+    # These are the given learning rates, before those of a checkpoint replace them.
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler, train_loader, val_loader = make_loaders(args, train_set, val_set)
 
-    # All ranks must have the same settings, and so must the job that wrote the checkpoint. (The
-    # learning rate is not among them, so a job may go on with another one.)
+    # All ranks and the job that wrote the checkpoint must have the same settings. (The learning
+    # rate is not among them, so a job may go on with another one.)
     settings = {
         "seed": args.seed,
         "shares": args.shares,
@@ -338,28 +349,28 @@ def train(args, device):
     # If the file cannot be written, the job ends now, and not after an epoch.
     save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
-    # model(x) returns what net(x) does, but its backward passes also average the gradients.
-    # The net is model.module. (If a forward pass may leave out parameters, DDP needs the argument
-    # find_unused_parameters=True.)
-    # RANKS MEET: all get rank 0's parameters and buffers. The argument saves memory, because DDP
-    # then averages the gradients where they lie.
+    # model(x) returns what net(x) does, but its backward passes also average the gradients. So
+    # training must call the model, and not the net, which is model.module. DDP waits for a gradient
+    # of each parameter. If a pass may skip some, add the argument find_unused_parameters=True.
+    # RANKS MEET: all get rank 0's parameters and buffers. gradient_as_bucket_view saves memory: DDP
+    # averages the gradients where they lie, and not in a copy.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    # DDP would broadcast the buffers before a forward pass. Instead, train_step() does it at the
-    # end of a step, so that all ranks evaluate the net that is saved. (This attribute is set here,
-    # because the argument of the same name is deprecated since PyTorch 2.13.)
+    # DDP would give rank 0's buffers to all ranks before the next forward pass. train_step() does
+    # it at the end of a step, so that all ranks evaluate the net that is saved. (There is
+    # an argument of this name. But it is deprecated, and above, the buffers would not be copied.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
         start_time, samples_at_start = time.perf_counter(), samples_read
         sampler.set_epoch(epoch, samples_read)  # Without this, all epochs have the same order.
         model.train()
-        # If an item raises StopIteration, so does next(). A for loop over the loader would end the
-        # epoch in silence.
+        # If an item raises StopIteration, so does next(). In a for loop over the loader, the epoch
+        # would end in silence on this rank, and the others would wait for it.
         step_batches = iter(train_loader)
         for _ in range(len(train_loader)):
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
-                group["lr"] = initial_lr * float(factor)  # A checkpoint cannot hold a NumPy number.
+                group["lr"] = initial_lr * float(factor)  # torch.load() refuses a NumPy number.
             batches = next(step_batches)  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
             # RANKS MEET
@@ -390,7 +401,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     rank 0's buffers, and to add up the sums.
 
     batches: {share: batch}. All ranks have equally many, and share 0 is one of rank 0's.
-    seeds: the arguments of seed_generators(), to which the number of the share is appended.
+    seeds: (seed, epoch, samples_read), to which the share is appended for seed_generators().
     """
     net, device = model.module, next(model.parameters()).device
     # A step minimizes the mean over all labels of the global batch. If ranks have unequally many,
@@ -398,31 +409,34 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     num_labels = torch.as_tensor(sum(count_labels(batch) for batch in batches.values()))
     num_labels = num_labels.to(device, torch.float64, non_blocking=True)
     dist.all_reduce(num_labels)  # RANKS MEET
-    # We want the sum of all shares' gradients, divided by num_labels. What we get is the average of
-    # all shares' gradients: DDP divides by the number of ranks, and the end of this function by the
-    # number of this rank's shares. So each loss is first multiplied by the number of all shares.
+    # The gradient should be the sum over all shares, divided by num_labels. But DDP divides by the
+    # number of ranks, and we divide by the number of this rank's shares below, which together
+    # divides by the number of all shares. So each share's loss is first multiplied by this number.
     num_shares = dist.get_world_size() * len(batches)
-    scale = num_shares / num_labels.clamp(min=1e-9)  # Without any label, the loss is 0.
+    scale = num_shares / num_labels.clamp(min=1e-9)  # Without any label, the loss is 0, not nan.
 
-    # Every share begins with the same buffers, such as BatchNorm's running means. In the end, all
-    # ranks get the buffers of rank 0. Share 0 comes last, so that these are always its buffers.
+    # Of the buffers, such as BatchNorm's running means, only what share 0 makes of them is kept, as
+    # DDP keeps those of rank 0. So each share begins with the buffers of the step before, share 0
+    # comes last, and in the end all ranks get the buffers of rank 0.
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     step_sums = 0
-    model.zero_grad()  # This also clears what another net's step has left, as in a GAN.
+    model.zero_grad()
     for share in shares:
         if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
                 buffer.copy_(start_buffer)
         seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
-        # A backward pass adds to the gradients. The last one also averages over the ranks what has
-        # been added up. The others, and their forward passes, must be under no_sync().
+        # A backward pass adds to the gradients, and the last one also averages these sums over the
+        # ranks. The other passes, forward and backward, must be under no_sync().
         with nullcontext() if share == shares[-1] else model.no_sync():
             share_sums = batch_sums(model, batches[share], amp)
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    if len(shares) > 1:  # This is not part of the scale, because hooks on gradients would see it.
+    # A hook on gradients sees each share's, which would depend on the number of ranks if we had
+    # divided by this rank's shares in the scale.
+    if len(shares) > 1:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(shares)
@@ -430,7 +444,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     if clip_grad_norm > 0:  # All ranks have the same gradients now, and so the same norm.
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    broadcast_buffers(net)  # RANKS MEET
+    broadcast_buffers(net)  # RANKS MEET: they get those of share 0.
     dist.all_reduce(step_sums)  # RANKS MEET
     return torch.cat([num_labels.view(1), step_sums])
 
@@ -439,7 +453,8 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
 def evaluate(net, loader, seed, amp=False):
     """Return the number of labels and the sums over the batches of all ranks: float64 (3,).
 
-    net: the bare net, because calling the DDP model may be a collective. It is left in eval mode.
+    net: the bare net, because a DDP model may call collectives, and ranks may have unequal numbers
+    of batches. It is left in eval mode.
     """
     net.eval()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -449,7 +464,8 @@ def evaluate(net, loader, seed, amp=False):
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        seed_generators(seed, rank + index * world_size)  # RANKS DIFFER: the number of the batch
+        # The net may draw random numbers, too. RANKS DIFFER in the number of the batch.
+        seed_generators(seed, rank + index * world_size)
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)
     dist.all_reduce(sums)  # RANKS MEET
@@ -465,7 +481,7 @@ def named_means(sums, prefix=""):
 @torch.no_grad()
 def broadcast_buffers(net):
     """Give all ranks the buffers of rank 0. One broadcast for each dtype is faster than many."""
-    # A set would not have the same order on all ranks.
+    # The keys of a dict have the same order on all ranks. Those of a set may not.
     for dtype in dict.fromkeys(buffer.dtype for buffer in net.buffers()):
         buffers = [buffer for buffer in net.buffers() if buffer.dtype == dtype]
         joined = torch.cat([buffer.flatten() for buffer in buffers])
@@ -478,8 +494,8 @@ def broadcast_buffers(net):
 def check_copies(net):
     """Raise RuntimeError if this rank's parameters differ from rank 0's by more than rounding.
 
-    They differ if a parameter was frozen when DDP was made, and is trained later, or if training
-    calls net(x) in place of model(x).
+    They drift apart if a parameter was frozen when DDP was made, and is trained later, or if
+    training calls net(x) in place of model(x). Ranks with GPUs of different kinds may round apart.
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -514,7 +530,8 @@ def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
 def load_checkpoint(path, settings, parts):
     """Load the file, and return its (epoch, samples_read, sums), or zeros if there is none.
 
-    Raises ValueError if the file is damaged or of another job, or if the ranks differ.
+    Raises ValueError if the file is damaged or of another job, or if ranks have loaded unlike
+    states or have unlike settings.
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path:
@@ -522,8 +539,8 @@ def load_checkpoint(path, settings, parts):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
-            pass  # This is a new job. After any other error, a new job would overwrite the file.
-        except Exception as error:
+            pass  # This is a new job.
+        except Exception as error:  # A new job would overwrite the file.
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:
@@ -533,7 +550,7 @@ def load_checkpoint(path, settings, parts):
                 part.load_state_dict(checkpoint[name])
             epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
             sums = checkpoint["sums"]
-    # Perhaps not all ranks have found the file, or the same number of samples.
+    # Ranks on other machines may have found no file, or an older one, or other data.
     state = settings | {"epoch": epoch, "samples read": samples_read}
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
@@ -547,21 +564,21 @@ def load_checkpoint(path, settings, parts):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, connect it with the other ranks, and train."""
-    # SIGINT ends a rank at once. Ctrl-C sends it, and so does Linux if the launcher is killed.
+    # Let SIGINT end a rank at once. Ctrl-C sends it, and so does Linux if the launcher is killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
-    # If a rank fails, the launcher ends the others by SIGTERM, and each first prints its stack.
+    # If a rank fails, the launcher ends the others by SIGTERM. Each prints its stack, then it ends.
     faulthandler.register(signal.SIGTERM, chain=True)
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the number on this machine
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the rank on this machine, from torchrun
     num_gpus = torch.cuda.device_count()
-    device, backend = torch.device("cpu"), "gloo"  # gloo connects CPUs, and nccl connects GPUs.
+    device, backend = torch.device("cpu"), "gloo"  # CPUs communicate by gloo, and GPUs by nccl.
     if num_gpus > 0:
         device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"  # RANKS DIFFER
         torch.cuda.set_device(device)
         if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
-            # To try more ranks than GPUs: NCCL refuses ranks that share a GPU, unless they seem to
-            # be on different machines.
+            # There are more ranks than GPUs, to test them. NCCL refuses ranks that share a GPU,
+            # unless they seem to be on different machines.
             os.environ["NCCL_HOSTID"] = str(rank)
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
@@ -604,7 +621,7 @@ def main():
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     try:
         with tempfile.TemporaryDirectory() as folder:  # The ranks find each other by a file in it.
-            # Each calls run_rank() with its rank in front of these arguments.
+            # Each of these processes calls run_rank(rank, world_size, args, ...).
             mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
         os._exit(130)  # sys.exit() would wait for the ranks.
