@@ -139,6 +139,8 @@ class Lesson0Machine(TestCase):
 # To break it, leave out `+ self.rank` in DistributedSampler. Which samples do two ranks read, and
 # how often? The message begins with "AssertionError: Lists differ".
 class Lesson1Sampler(TestCase):
+    maxDiff = 500  # A longer difference is not shown.
+
     def test_a_step_has_the_same_samples_on_any_number_of_ranks(self):
         dataset = range(24)
         one_rank = TorchSampler(dataset, num_replicas=1, rank=0)
@@ -210,9 +212,10 @@ def assert_close(actual, expected, what, tolerance=2e-5):
 # average of 3.5 and 4.5 is 4.
 #
 # To break it, let each rank take its own mean: in train_step(), write `loss = share_sums[0] /
-# count_labels(batch)`. In the first step, two ranks with a share each have 110 and 160 labels. What
-# weight does the loss of one label get in the averaged gradient, on rank 0 and on rank 1, and what
-# weight should it get? The message begins with "AssertionError: Tensor-likes are not close!".
+# count_labels(batches[share])`. In the first step, two ranks with a share each have 110 and 160
+# labels. What weight does the loss of one label get in the averaged gradient, on rank 0 and on rank
+# 1, and what weight should it get? The message begins with "AssertionError: Tensor-likes are not
+# close!", and names two ranks.
 def tutorial_step(model, optimizer, batches, seeds, *_):
     """In place of train_step(): a tutorial's step with one share, which is right on one rank."""
     (share, (x, y)) = next(iter(batches.items()))
@@ -1475,7 +1478,7 @@ TRAIN_FAULTS = """\
 22 | correct / labels:.4f | train_acc is that of rank 0's half of the data.
 12 | (loss / ACCUM_STEPS) | It is a mean of means, but batches have unequal numbers of labels.
 5 | torch.manual_seed(1234 | Then random_split() splits in another way on each rank.
-10 | with model.no_sync() | The last step of an epoch is taken after a pass under no_sync().
+10 | with model.no_sync() | The last step of an epoch, of fewer batches, is under no_sync(), too.
 45 | torch.save(state | A kill while it saves leaves half a file, and no older one.
 47 | state = {"net" | The scheduler is neither saved nor loaded.
 38 | torch.load(args.resume) | There is no map_location.
@@ -1605,7 +1608,7 @@ def main():
     command, *arguments = [*sys.argv[1:], ""]
     if command == "programs":
         for name, text in readme_programs().items():
-            if not os.path.exists(name):
+            if name != "train.py" and not os.path.exists(name):  # train.py is for `review`.
                 Path(name).write_text(text)
                 print(f"wrote {name}")
     elif command == "review":
