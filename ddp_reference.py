@@ -248,6 +248,9 @@ class SeededItems(Dataset):
         self.dataset = dataset
         self.seed = seed
 
+    def __len__(self):
+        return len(self.dataset)
+
     def __getitem__(self, place):
         epoch, index = place
         seed_generators(self.seed, epoch, index)
@@ -346,8 +349,8 @@ def train(args, device):
     sums = sums.to(device)
     if path and rank == 0:  # RANKS DIFFER
         print(f"{path}: epoch {first_epoch}/{args.epochs}, sample {samples_read}/{len(train_set)}")
-    # If the file cannot be written, the job ends now, and not after an epoch.
-    save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
+    if first_epoch == samples_read == 0:  # If the file cannot be written, a new job ends now.
+        save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
     # model(x) returns what net(x) does, but its backward passes also average the gradients. So
     # training must call the model, and not the net, which is model.module. DDP waits for a gradient
@@ -421,7 +424,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     step_sums = 0
-    model.zero_grad()
+    model.zero_grad(set_to_none=False)  # so that the gradients stay where DDP averages them
     for share in shares:
         if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
@@ -535,8 +538,8 @@ def load_checkpoint(path, settings, parts):
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path:
-        try:  # mmap: the ranks of a machine share one copy of the file in memory.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
             pass  # This is a new job.
@@ -544,7 +547,7 @@ def load_checkpoint(path, settings, parts):
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:
-                differing = dict(file_settings.items() - settings.items())
+                differing = {k: v for k, v in file_settings.items() if v != settings.get(k)}
                 raise ValueError(f"{path} is of a job with other settings: {differing}")
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
@@ -556,7 +559,7 @@ def load_checkpoint(path, settings, parts):
     dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
     for rank, other in enumerate(states):
         if other != states[0]:
-            differing = dict(other.items() - states[0].items())
+            differing = {k: v for k, v in other.items() if v != states[0][k]}
             raise ValueError(f"unlike rank 0, rank {rank} has {differing}")
     return epoch, samples_read, sums
 
@@ -608,6 +611,8 @@ def main():
         parser.error(f"{world_size} processes do not divide --shares {args.shares}")
     if args.global_batch_size % args.shares:
         parser.error(f"--shares {args.shares} must divide --global-batch-size")
+    if args.seed < 0 or args.num_workers < 0:
+        parser.error("--seed and --num-workers must not be negative")
     if args.checkpoint_every and not args.checkpoint:
         parser.error("--checkpoint-every needs --checkpoint")
 

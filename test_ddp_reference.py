@@ -452,6 +452,8 @@ class RefusedCommandLines(TestCase):
             ("--shares 7 --nproc-per-node 7 --global-batch-size 240", "must divide --global-batch"),
             ("--checkpoint-every 1", "--checkpoint-every needs --checkpoint"),
             ("--epochs 0", "argument --epochs: invalid positive value: '0'"),
+            ("--seed -1", "--seed and --num-workers must not be negative"),
+            ("--num-workers -1", "--seed and --num-workers must not be negative"),
         ):
             self.assert_refused(options, reason)
 
@@ -485,6 +487,7 @@ class RefusedCommandLines(TestCase):
 SMALL = "--num-samples 48 --length 40 --epochs 2 --global-batch-size 12 --shares 4"
 train_step = ddp.train_step  # In a rank, ddp.train_step may be one of the functions below.
 load_checkpoint = ddp.load_checkpoint
+batch_sums = ddp.batch_sums
 
 
 @cache
@@ -784,19 +787,23 @@ class PrintsHowItIsCalled(nn.Conv1d):
 
 
 def profiled_step(*arguments):
-    """In place of train_step(): print how many collectives it calls, and how often it waits.
-
-    Also print in how many pieces of memory the gradients lie.
-    """
+    """In place of train_step(): print how many collectives it calls, and how often it waits."""
     with torch.profiler.profile() as profile:
         sums = train_step(*arguments)
     names = [event.name for event in profile.events()]
     collectives = sum("c10d::" in name for name in names)
     waits = sum(name in ("aten::item", "cudaStreamSynchronize") for name in names)
-    gradients = [parameter.grad.untyped_storage() for parameter in arguments[0].parameters()]
-    buckets = len({storage.data_ptr() for storage in gradients})
-    print(f"{collectives} collectives, {buckets} buckets, {waits} waits")
+    print(f"{collectives} collectives, {waits} waits")
     return sums
+
+
+def batch_sums_and_memory(model, batch, amp):
+    """In place of batch_sums(): before a pass of training, print where the gradients lie."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    pieces = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+    if model.training:
+        print("gradients at", pieces)
+    return batch_sums(model, batch, amp)
 
 
 class HowAJobRuns(TestCase):
@@ -819,17 +826,22 @@ class HowAJobRuns(TestCase):
             self.assertEqual(set(re.findall(r"loss (\S+)", out)), {"1.0986"})
 
     def test_a_step_calls_five_collectives_and_never_waits(self):
-        """They are for the number of labels, gradients, two dtypes of buffers, and the sums.
-
-        After it, gradients take no memory beside DDP's, which are joined to one tensor.
-        """
+        """They are for the number of labels, gradients, two dtypes of buffers, and the sums."""
         make_task = partial(make_task_with, net_with_state, Ragged(48, 40, seed=0))
         options = f"{SMALL} --clip-grad-norm 1"
         (out,) = run_job(1, options, make_task=make_task, train_step=profiled_step)
         steps = re.findall(".* waits", out)
         self.assertEqual(len(steps), 8)
         # The first two steps also set up DDP.
-        self.assertEqual(set(steps[2:]), {"5 collectives, 1 buckets, 0 waits"})
+        self.assertEqual(set(steps[2:]), {"5 collectives, 0 waits"})
+
+    def test_gradients_always_lie_in_the_memory_that_ddp_averages(self):
+        make_task = partial(make_task_with, net_with_state, Ragged(48, 40, seed=0))
+        (out,) = run_job(1, SMALL, make_task=make_task, batch_sums=batch_sums_and_memory)
+        places = re.findall("gradients at .*", out)
+        self.assertEqual(len(places), 32)  # of 8 steps, each with 4 shares
+        (place,) = set(places[8:])  # In the first two steps, DDP makes this memory.
+        self.assertRegex(place, r"\{\d+\}")  # one piece for all gradients
 
 
 # ---- What is printed
