@@ -15,6 +15,7 @@ is why a reviewer has to find them.
 """
 
 import contextlib
+import faulthandler
 import io
 import logging
 import os
@@ -63,6 +64,7 @@ os.environ |= {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # Otherwise torchrun's restarts may hang.
     "NVIDIA_TF32_OVERRIDE": "0",  # TF32 rounds more than a CPU does.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Counting GPUs must not start CUDA: ranks are forked.
+    "NCCL_ALGO": "Ring",  # Other algorithms may round in another way in each run.
     "KINETO_LOG_LEVEL": "9",  # The profiler prints nothing.
 }
 # A cluster may have set these for jobs of its own.
@@ -79,6 +81,8 @@ def setUpModule():
     unittest.addModuleCleanup(os.chdir, HERE)
     os.chdir(folder.name)
     os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
+    faulthandler.dump_traceback_later(900, exit=True)  # if a test hangs
+    unittest.addModuleCleanup(faulthandler.cancel_dump_traceback_later)
     logging.disable()  # PyTorch would log each rank that it ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background, & turns it off.
     if not any(word.startswith("-k") for word in sys.argv):  # With -k, a test starts what it needs.
@@ -530,6 +534,13 @@ def load_on_rank_0_only(path, settings, parts):
     return load_checkpoint(path if dist.get_rank() == 0 else "elsewhere", settings, parts)
 
 
+class RunsCode:
+    """An object that makes a folder when it is loaded without weights_only=True."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made by code",)
+
+
 class RefusedCheckpoints(JobTest):
     def test_a_checkpoint_of_another_job_is_refused(self):
         for options, setting in (
@@ -546,11 +557,12 @@ class RefusedCheckpoints(JobTest):
 
     def test_a_file_that_is_no_checkpoint_is_refused(self):
         Path("half").write_bytes(self.intact[: len(self.intact) // 2])
-        torch.save(os.system, "code")  # To load this is to import code.
+        torch.save(RunsCode(), "code")
         torch.save({"net": {}}, "foreign")
         os.makedirs("folder", exist_ok=True)  # It exists, but reading it fails, as a disk may do.
         for name in ("half", "code", "folder", "foreign"):
             self.assert_job_fails(f"cannot load {name}", checkpoint=name)
+        self.assertFalse(os.path.exists("made by code"))
 
     def test_ranks_that_do_not_agree_are_refused(self):
         not_found = "unlike rank 0, rank 1 has {'epoch': 0}"
@@ -583,9 +595,15 @@ class Saving(JobTest):
             ddp.save_checkpoint("ck", {}, {"net": plain_net()}, 0, 0, torch.zeros(3))
         self.assertEqual(synced, [os.path.getsize("ck")])
 
+    def test_until_the_new_file_replaces_it_the_old_one_is_there(self):
+        self.be_the_only_rank()
+        with mock.patch("os.replace", side_effect=OSError), self.assertRaises(OSError):
+            ddp.save_checkpoint("ck", {}, {"net": plain_net()}, 0, 0, torch.zeros(3))
+        self.assertEqual(Path("ck").read_bytes(), self.intact)
+
     def test_a_folder_that_does_not_exist_ends_the_job_at_its_start(self):
-        with self.assertRaisesRegex(FAILED, "No such file or directory: 'nowhere/ck"):
-            run_job(2, f"{SMALL} --checkpoint nowhere/ck", train_step=None)
+        error = "No such file or directory: 'nowhere/ck"
+        self.assert_job_fails(error, checkpoint="nowhere/ck", train_step=None)
 
     def test_a_net_with_a_nan_is_not_saved(self):
         self.assert_job_fails("holds a nan, so ck was not written", "--lr inf")
@@ -640,9 +658,9 @@ class OtherFaults(JobTest):
 
     def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(self):
         make_task = partial(make_task_with, plain_net, Ending(48, 40, seed=0))
-        for ranks, workers in ((2, 0), (1, 1)):
+        for workers in (0, 1):
             with self.assertRaisesRegex(FAILED, "StopIteration"):
-                run_job(ranks, f"{SMALL} --num-workers {workers}", make_task=make_task)
+                run_job(1, f"{SMALL} --num-workers {workers}", make_task=make_task)
         with self.assertRaisesRegex(FAILED, "StopIteration"):
             run_job(1, SMALL, SyntheticDataset=ending_validation)
 
@@ -881,7 +899,7 @@ class PrintedNumbers(TestCase):
 # ---- The README: what it shows is run
 def edited(text, old, new):
     """Return a program in which a text, which stands there once, is replaced."""
-    assert text.count(old) == 1, f"not once in the program: {old}"
+    assert text.count(old) == 1, f"README.md or FAULTS changes a text that is not there once: {old}"
     return text.replace(old, new)
 
 
@@ -996,7 +1014,8 @@ class TheReadme(TestCase):
                 batch = torch.randn(2, 3, 5), torch.ones(2, 5, dtype=torch.int64)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
                 sums = train_step(model, optimizer, {0: batch}, (0, 1, 2))
-                assert sums[0] == 10""",
+                assert sums[0] == 10
+                assert batch_sums(model, batch, amp=False).dtype == torch.float64""",
             "evaluation": """
                 net = nn.Conv1d(3, 3, 1)
                 batch = torch.randn(2, 3, 5), torch.ones(2, 5, dtype=torch.int64)
@@ -1074,7 +1093,7 @@ RUN_SH = ["bash", "run"]  # a symbolic link to run.sh
 SHIPPED_RANKS = max(ranks for ranks in (1, 2, 4, 8) if ranks <= (GPUS or 2))
 ALONE = f"{SMALL} --nproc-per-node 1".split()
 TWICE = ["--nproc-per-node=2", "--max-restarts=1"]
-RESTART = f"{SMALL} --timeout 8 --checkpoint hanging --checkpoint-every 1".split()
+RESTART = f"{SMALL} --timeout 12 --checkpoint hanging --checkpoint-every 1".split()
 SLOW_PROGRAMS = {
     "shipped.py": ([*RUN_SH, "--nproc-per-node", str(SHIPPED_RANKS)], ""),
     "devices.py": ([*RUN_SH, "devices.py", "--nproc-per-node", "2"], program(PRINT_DEVICE)),
