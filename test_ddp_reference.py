@@ -93,9 +93,9 @@ def setUpModule():
 # ---- Lesson 0: the machine (5 seconds)
 # Can the processes of this machine add? In training a wrong sum looks like noise, but a wrong sum
 # of integers is plain. Rank r lists r, r + 1, r + 2 and so on. So with W ranks the sum at index i
-# is W * i + (0 + 1 + ... + W - 1). The lesson also prints how fast sums arrive. As a rule of thumb,
-# GPUs of one machine reach 10 GB/s or more, and with NVLink 100 GB/s. Much less means that they
-# talk through the CPU or through sockets: NCCL_DEBUG=INFO tells why.
+# is W * i + (0 + 1 + ... + W - 1). The lesson also prints how fast sums arrive: bytes / time. As a
+# rule of thumb, server GPUs of one machine reach 10 GB/s or more, and with NVLink 100 GB/s. Much
+# less means that they talk through the CPU or through sockets: NCCL_DEBUG=INFO tells why.
 #
 # To break it, leave out `dist.all_reduce(total)` below. With two ranks, how many sums are then
 # wrong on rank 0, and how many on rank 1? (With more ranks, all are wrong on each.) The message
