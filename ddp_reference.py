@@ -147,7 +147,7 @@ def positive(text):
 
 def make_parser():
     """Return the parser of the command line."""
-    parser = ArgumentParser(usage=SUPPRESS)  # It would precede each error message.
+    parser = ArgumentParser(usage=SUPPRESS)  # The usage would precede each error.
     add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
     add("--nproc-per-node", type=positive, default=nproc, help="processes to start (%(default)s)")
@@ -229,7 +229,7 @@ def seed_generators(seed, *place):
     # PyTorch and NumPy would draw the same bits.)
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
-    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() looks at all devices.
+    torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() is slower.
     if torch.cuda.is_initialized():  # in a rank that has a GPU, but not in its loader workers
         torch.cuda.manual_seed(torch_seed)
     np.random.seed(numpy_seed)
@@ -359,8 +359,8 @@ def train(args, device):
     # averages the gradients where they lie, and not in a copy.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     # DDP would give rank 0's buffers to all ranks before the next forward pass. train_step() does
-    # it at the end of a step, so that all ranks evaluate the net that is saved. (There is
-    # an argument of this name. But it is deprecated, and above, the buffers would not be copied.)
+    # it at the end of a step, so that all ranks evaluate the net that is saved. (DDP also has an
+    # argument of this name, but it is deprecated, and prevents that the buffers are copied above.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
@@ -547,7 +547,7 @@ def load_checkpoint(path, settings, parts):
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:
-                differing = {k: v for k, v in file_settings.items() if v != settings.get(k)}
+                differing = {k: v for k, v in file_settings.items() if settings.get(k) != v}
                 raise ValueError(f"{path} is of a job with other settings: {differing}")
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
@@ -559,7 +559,7 @@ def load_checkpoint(path, settings, parts):
     dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
     for rank, other in enumerate(states):
         if other != states[0]:
-            differing = {k: v for k, v in other.items() if v != states[0][k]}
+            differing = {k: v for k, v in other.items() if states[0][k] != v}
             raise ValueError(f"unlike rank 0, rank {rank} has {differing}")
     return epoch, samples_read, sums
 

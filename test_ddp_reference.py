@@ -553,7 +553,7 @@ class RefusedCheckpoints(JobTest):
         make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
         for setting in ("'optimizer': 'Adam'", "'validation samples': 125"):
             self.assert_job_fails(f"other settings: {{.*{setting}", make_task=make_task)
-        self.assert_job_fails("{'metrics': .*'accuracy'", METRICS=("loss", "top1"))
+        self.assert_job_fails("{'metrics': .*'accuracy'", METRICS=["loss", "top1"])
 
     def test_a_file_that_is_no_checkpoint_is_refused(self):
         Path("half").write_bytes(self.intact[: len(self.intact) // 2])
@@ -1022,9 +1022,12 @@ class TheReadme(TestCase):
                 assert sums[0] == 20""",
             "random items": """
                 class Noise(Dataset):
+                    def __len__(self):
+                        return 5
                     def __getitem__(self, index):
                         return torch.rand(())
                 items = SeededItems(Noise(), seed=0)
+                assert len(items) == 5
                 assert items[1, 2] == items[1, 2] != items[2, 2]""",
             "checkpoints": """
                 parts = {"net": nn.Conv1d(3, 3, 1)}
