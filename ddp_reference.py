@@ -411,18 +411,15 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     # the mean of their means would weigh labels unequally (huggingface/transformers#34242).
     num_labels = torch.as_tensor(sum(count_labels(batch) for batch in batches.values()))
     num_labels = num_labels.to(device, torch.float64, non_blocking=True)
-    dist.all_reduce(num_labels)  # RANKS MEET
-    # The gradient should be the sum over all shares, divided by num_labels. But DDP divides by the
-    # number of ranks, and we divide by the number of this rank's shares below, which together
-    # divides by the number of all shares. So each share's loss is first multiplied by this number.
-    num_shares = dist.get_world_size() * len(batches)
-    scale = num_shares / num_labels.clamp(min=1e-9)  # Without any label, the loss is 0, not nan.
+    # With async_op, the ranks' counts are added up while this rank is at its first forward pass.
+    counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
 
     # Of the buffers, such as BatchNorm's running means, only what share 0 makes of them is kept, as
     # DDP keeps those of rank 0. So each share begins with the buffers of the step before, share 0
     # comes last, and in the end all ranks get the buffers of rank 0.
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
+    num_shares = dist.get_world_size() * len(batches)  # of all ranks
     step_sums = 0
     model.zero_grad(set_to_none=False)  # so that the gradients stay where DDP averages them
     for share in shares:
@@ -434,6 +431,11 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
         # ranks. The other passes, forward and backward, must be under no_sync().
         with nullcontext() if share == shares[-1] else model.no_sync():
             share_sums = batch_sums(model, batches[share], amp)
+            counting.wait()  # From here on, num_labels is that of all ranks.
+            # The gradient should be the sum over all shares, divided by num_labels. But DDP divides
+            # by the number of ranks, and we divide by the number of this rank's shares below, which
+            # together divides by the number of all shares. So the loss is first multiplied by it.
+            scale = num_shares / num_labels.clamp(min=1e-9)  # A loss without labels is 0, not nan.
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
