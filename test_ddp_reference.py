@@ -898,24 +898,32 @@ class PrintedNumbers(TestCase):
 # ---- The README: what it shows is run
 def edited(text, old, new):
     """Return a program in which a text, which stands there once, is replaced."""
-    assert text.count(old) == 1, f"README.md or FAULTS changes a text that is not there once: {old}"
+    assert text.count(old) == 1, f"an edit or a diff of README.md does not fit, here: {old}"
     return text.replace(old, new)
 
 
+def old_side(diff):
+    """Return the lines that a diff keeps or removes."""
+    return "".join(re.findall(r"(?m)^[ -](.*\n)", diff))
+
+
+def patched(text, diff):
+    """Return a program to which a diff is applied."""
+    for hunk in re.split(r"(?m)^@@.*\n", diff):
+        if hunk:
+            new_side = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
+            text = edited(text, old_side(hunk), new_side)
+    return text
+
+
 def readme_programs():
-    """Return the README's programs, which are the sides of its diffs, as {name: text}."""
+    """Return the README's programs, which its diffs make, as {name: text}."""
     programs = {"ddp_reference.py": SOURCE}
-    page = README.read_text()
-    for old_name, name, diff in re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", page):
-        for hunk in re.split(r"(?m)^@@.*\n", diff):
-            old = "".join(re.findall(r"(?m)^[ -](.*\n)", hunk))
-            new = "".join(re.findall(r"(?m)^[ +](.*\n)", hunk))
-            if old_name not in programs:  # The first diff shows one.py whole.
-                programs[old_name] = old
-            if old:
-                programs[name] = edited(programs.get(name, programs[old_name]), old, new)
-    for name, text in re.findall(r"(?ms)^```python (\S+)\n(.*?)^```", page):
-        programs[name] = text
+    diffs = re.findall(r"(?ms)^```diff (\S+) (\S+)\n(.*?)^```", README.read_text())
+    for old_name, name, diff in diffs:
+        if old_name == "one.py":  # The first diff shows it whole.
+            programs.setdefault(old_name, old_side(diff))
+        programs[name] = patched(programs[old_name], diff)
     del programs["ddp_reference.py"]
     return programs
 
@@ -957,12 +965,17 @@ class TheReadme(TestCase):
         text = f"each rank has {sum(sizes)} samples: {len(sizes)} batches, the last of {sizes[-1]}"
         self.assertIn(f"{text}, or {sizes.count(32)} with", README.read_text())
 
-    def test_its_programs_print_the_same_on_one_process_and_on_two(self):
+    def test_its_programs_print_the_same_on_one_process_and_on_two_and_after_a_stop(self):
         programs = readme_programs()
         one = printed_by(programs["one.py"], 1)
         self.assertTrue(f"ends at {one.split(' | ')[-1].strip()}\n" in README.read_text(), one)
         for name in ("many.py", "accumulate.py", "dp.py"):
             self.assertEqual(printed_by(programs[name], 2), one, name)
+        first_epoch = edited(
+            programs["resume.py"], "range(first_epoch, 3)", "range(first_epoch, 1)"
+        )
+        resumed = printed_by(first_epoch, 2) + printed_by(programs["resume.py"], 2)
+        self.assertEqual(resumed, one)
 
     def test_its_gpt_learns_and_prints_the_same_on_one_process_and_on_two(self):
         gpt, numbers = readme_programs()["gpt.py"], []
@@ -1502,33 +1515,113 @@ FAULTS = {
     "n": (13, "check", "y.to(device))\n", 'y.to(device), reduction="sum") / (16 * 64)\n'),
     "o": (9, "check", ADD_UP + IF_RANK_0, ADD_UP + IF_RANK_0 + HALVE_LR),
 }
-# The faults of the README's train.py: row | where it stands | what to say of it.
-TRAIN_FAULTS = """\
-1 | BATCH_SIZE = 16 | A step has BATCH_SIZE * ACCUM_STEPS samples on each rank, but lr stays.
-4 | for epoch in range(start | `sampler.set_epoch(epoch)` is missing.
-21 | DistributedSampler(val_set | 251 samples become 252.
-22 | correct / labels:.4f | train_acc is that of rank 0's half of the data.
-12 | (loss / ACCUM_STEPS) | It is a mean of means, but batches have unequal numbers of labels.
-5 | torch.manual_seed(1234 | Then random_split() splits in another way on each rank.
-10 | with model.no_sync() | The last step of an epoch, of fewer batches, is under no_sync(), too.
-45 | torch.save(state | A kill while it saves leaves half a file, and no older one.
-47 | state = {"net" | The scheduler is neither saved nor loaded.
-38 | torch.load(args.resume) | There is no map_location.
-31 | dist.reduce(totals | Only rank 0 gets the sums, yet every rank decides when to stop.
-8 | net.stem.requires_grad_(True) | It is unfrozen after DDP was made.
-2 | num_steps = | It counts batches, but scheduler.step() is called once in ACCUM_STEPS.
-25 | evaluate(net, val_loader | Each rank evaluates with its own running statistics.
-14 | nn.BatchNorm1d(outputs) | It sees 16 samples, whatever the step has. (This may be intended.)
+# The long faulty program is the README's resume.py with this diff, which names the rows.
+TRAIN = """\
+ from contextlib import nullcontext
+ import torch
++from torch import nn
+ import torch.distributed as dist
+ from torch.nn.functional import cross_entropy
+ from torch.nn.parallel import DistributedDataParallel
+-from torch.utils.data import DataLoader, DistributedSampler
++from torch.utils.data import DataLoader, DistributedSampler, random_split
+@@
+-torch.manual_seed(0)
+-train_set = ddp.SyntheticDataset(96, length=64, seed=0)
+-val_set = ddp.SyntheticDataset(25, length=64, seed=1)
+-model = torch.nn.Conv1d(3, 3, 3, padding=1).to(device)
+-optimizer = torch.optim.SGD(model.parameters(), lr=1)
+-first_epoch = 0
+-found = [os.path.exists(path)]
+-dist.broadcast_object_list(found)  # row 32
+-if found[0]:
+-    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 38
++torch.manual_seed(rank)
++signals = ddp.SyntheticDataset(147, length=64, seed=0)
++train_set, val_set = random_split(signals, [96, 51])  # row 5: Each rank splits in another way.
++norm = nn.BatchNorm1d(16)  # row 14: It sees 8 samples, whatever the step has. (May be intended.)
++stem = nn.Sequential(nn.Conv1d(3, 16, 3, padding=1, bias=False), norm, nn.ReLU())
++stem.requires_grad_(False)  # The last layer learns first.
++model = nn.Sequential(stem, nn.Dropout(0.1), nn.Conv1d(16, 3, 1)).to(device)
++optimizer = torch.optim.SGD(model.parameters(), lr=1)
++first_epoch, best, bad_epochs = 0, 0, 0
++if os.path.exists(path):  # row 32: On another machine a rank may not find the file.
++    saved = torch.load(path)  # row 38: There is no map_location.
+@@
+-batch_size = 16 // (world_size * accum_steps)  # row 1
++batch_size = 16 // accum_steps  # row 1: A step has 16 samples on each rank, but lr stays.
+@@
+-val_sampler = range(rank, len(val_set), world_size)  # row 21
++num_steps = 4 * len(loader)  # row 2: It counts batches, but accum_steps of them make a step.
++scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
++val_sampler = DistributedSampler(val_set, shuffle=False)  # row 21: On two ranks, 51 become 52.
+@@
+-for epoch in range(first_epoch, 3):
+-    sampler.set_epoch(epoch)  # row 4
++for epoch in range(first_epoch, 4):  # row 4: set_epoch() is missing.
++    if epoch >= 2:
++        stem.requires_grad_(True)  # row 8: DDP was made before, so it does not know the stem.
+     model.train()
+-    batches = iter(loader)
+-    for step in range(len(loader) // accum_steps):  # row 11
+-        step_batches = [next(batches) for _ in range(accum_steps)]
+-        num_labels = sum((y != -100).sum() for x, y in step_batches).to(device)
+-        dist.all_reduce(num_labels)  # row 12
+-        for index, (x, y) in enumerate(step_batches):
+-            is_last = index == accum_steps - 1
+-            with nullcontext() if is_last else model.no_sync():  # row 10
+-                loss_sum = cross_entropy(model(x.to(device)), y.to(device), reduction="sum")
+-                (loss_sum * world_size / num_labels).backward()
+-        optimizer.step()
+-        optimizer.zero_grad()
++    for index, (x, y) in enumerate(loader):
++        y[x[:, 0] > 1] = -100  # Loud places have no label.
++        sync = model.no_sync() if index % accum_steps else nullcontext()  # row 10: So is the last.
++        with sync:
++            loss = cross_entropy(model(x.to(device)), y.to(device))
++            (loss / accum_steps).backward()  # row 12: Batches have unequal numbers of labels.
++        if index % accum_steps:
++            optimizer.step()
++            optimizer.zero_grad()
++            scheduler.step()
+@@
+-            num_correct += (model.module(x.to(device)).argmax(dim=1) == y.to(device)).sum()
+-    dist.all_reduce(num_correct)  # row 22
++            y, logits = y.to(device), model.module(x.to(device))
++            num_correct += (logits.argmax(dim=1) == y).sum()  # row 25: BatchNorm's, here.
++    dist.reduce(num_correct, dst=0)
++    bad_epochs = 0 if num_correct > best else bad_epochs + 1
++    best = max(best, num_correct.item())
+     if rank == 0:
+-        print(f"epoch {epoch} | val_accuracy {num_correct / (25 * 64):.4f}")
+-        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}  # row 44
+-        saved["optimizer"] = optimizer.state_dict()  # row 47
+-        torch.save(saved, f"{path}.tmp")
+-        os.replace(f"{path}.tmp", path)  # row 45
++        accuracy = num_correct / (len(val_set) * 64)
++        text = f"loss {loss:.4f}"  # row 22: It is that of rank 0's last batch.
++        print(f"epoch {epoch} | {text} | val_accuracy {accuracy:.4f}")
++        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}
++        saved["optimizer"] = optimizer.state_dict()  # row 47: The scheduler is not saved.
++        torch.save(saved, path)  # row 45: A kill while it saves leaves half a file.
++    if bad_epochs == 3:  # row 31: Only rank 0 has the sum of all ranks, yet every rank decides.
++        break
 """
 
 
 def faulty_programs():
-    """Return many.py and its faulty versions as {name: text}."""
-    many = re.sub(r"(?m)  # row \d+$", "", readme_programs()["many.py"])  # This gives rows away.
+    """Return the README's many.py and the faulty programs as {name: text}, with notes in train."""
+    readme = readme_programs()
+    many = without_notes(readme["many.py"])
     programs = {"many": many}
     for name, (_, _, old, new) in FAULTS.items():
         programs[name] = edited(many, old, new)
-    return programs
+    return programs | {"train": patched(readme["resume.py"], TRAIN)}
+
+
+def without_notes(program):
+    """Return a program without the comments that name rows of the README's table."""
+    return re.sub(r"(?m)  # row .*$", "", program)
 
 
 def answers():
@@ -1541,11 +1634,9 @@ def answers():
         pairs = zip(programs[name].splitlines(), many)
         line = next(number for number, (new, old) in enumerate(pairs, start=1) if new != old)
         lines.append(f"{name}.py, line {line}: row {row}, {titles[str(row)]} {SHOWN_BY[shown_by]}")
-    train = readme_programs()["train.py"]
-    for fault in TRAIN_FAULTS.splitlines():
-        row, place, words = fault.split(" | ")
-        line = train[: train.index(place)].count("\n") + 1
-        lines.append(f"train.py, line {line}: row {row}, {titles[row]} {words}")
+    for line, text in enumerate(programs["train"].splitlines(), start=1):
+        for row, note in re.findall("# row (.*?): (.*)", text):
+            lines.append(f"train.py, line {line}: row {row}, {titles[row]} {note}")
     return lines
 
 
@@ -1561,12 +1652,11 @@ def review(arguments):
     if not args.folder:
         parser.error("name a folder")
     os.makedirs(args.folder, exist_ok=True)
-    programs = faulty_programs() | {"train": readme_programs()["train.py"]}
+    programs = faulty_programs()
     del programs["many"]
     for name, text in programs.items():
-        Path(args.folder, f"{name}.py").write_text(text)
-    count = len(programs)
-    print(f"""wrote {count} programs to {args.folder}. Each has a fault, and train.py has fifteen.
+        Path(args.folder, f"{name}.py").write_text(without_notes(text))
+    print(f"""wrote {len(programs)} programs to {args.folder}. Each has a fault, but train.py has 16.
 They train on several GPUs, and torchrun starts them. What is wrong, in which line, and what does
 it do to a training? (bash run.sh review --answers)""")
 
@@ -1594,6 +1684,7 @@ def be_all(programs):
 class TheReview(TestCase):
     def test_each_faulty_program_shows_what_the_answers_say(self):
         programs = faulty_programs()
+        del programs["train"]
         failing = [name for name, (_, shown_by, *_) in FAULTS.items() if shown_by == "fails"]
         for name in failing:
             text = programs.pop(name).replace(
@@ -1624,16 +1715,18 @@ class TheReview(TestCase):
         self.assertTrue(shown in README.read_text(), shown)
 
     def test_the_long_program_depends_on_the_number_of_processes(self):
-        train = readme_programs()["train.py"]
-        numbers = [read_numbers(printed_by(train, ranks, "--epochs 3")) for ranks in (1, 2)]
+        numbers = []
+        for ranks in (1, 2):
+            printed = printed_by(faulty_programs()["train"], ranks, f"--checkpoint train{ranks}")
+            numbers.append(read_numbers(printed))
         with mock.patch("sys.stdout", io.StringIO()):
             self.assertTrue(compare("", numbers[1], numbers[0], 0.1))
 
     def test_answers_name_a_line_of_each_program(self):
         lines = answers()
-        self.assertEqual(len(lines), len(FAULTS) + 15)
+        self.assertEqual(len(lines), len(FAULTS) + 16)
         self.assertIn("a.py, line 39: row 22, The number is one rank's.", lines[0])
-        self.assertIn("f.py, line 39: row 28,", lines[5])
+        self.assertIn("train.py, line 31: row 38, A file is loaded to GPU 0.", lines[18])
 
 
 def main():
@@ -1641,7 +1734,7 @@ def main():
     command, *arguments = [*sys.argv[1:], ""]
     if command == "programs":
         for name, text in readme_programs().items():
-            if name != "train.py" and not os.path.exists(name):  # train.py is for `review`.
+            if not os.path.exists(name):
                 Path(name).write_text(text)
                 print(f"wrote {name}")
     elif command == "review":
