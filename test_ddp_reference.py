@@ -14,6 +14,7 @@ The answers stand at the end of this file. A training with one of these faults l
 is why a reviewer has to find them.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -22,6 +23,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +86,8 @@ def setUpModule():
     faulthandler.dump_traceback_later(900, exit=True)  # if a test hangs
     unittest.addModuleCleanup(faulthandler.cancel_dump_traceback_later)
     logging.disable()  # PyTorch would log each rank that it ends.
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background, & turns it off.
+    for number in (signal.SIGINT, signal.SIGTERM):  # End at once. (& would turn SIGINT off.)
+        signal.signal(number, signal.default_int_handler)
     if not any(word.startswith("-k") for word in sys.argv):  # With -k, a test starts what it needs.
         for name in SLOW_PROGRAMS:
             start(name)
@@ -218,8 +221,8 @@ def assert_close(actual, expected, what, tolerance=2e-5):
 # To break it, let each rank take its own mean: in train_step(), write `loss = share_sums[0] /
 # count_labels(batches[share])`. In the first step, two ranks with a share each have 110 and 160
 # labels. What weight does the loss of one label get in the averaged gradient, on rank 0 and on rank
-# 1, and what weight should it get? The message begins with "AssertionError: Tensor-likes are not
-# close!", and names two ranks.
+# 1, and what weight should it get? So on how many ranks does the lesson fail first? The message
+# begins with "AssertionError: Tensor-likes are not close!", and ends with that number.
 def tutorial_step(model, optimizer, batches, seeds, *_):
     """In place of train_step(): a tutorial's step with one share, which is right on one rank."""
     (share, (x, y)) = next(iter(batches.items()))
@@ -256,8 +259,8 @@ class Lesson2Step(TestCase):
 #
 # To break it, leave out `broadcast_buffers(net)` in train_step(). Let a step have 12 samples. How
 # many of the 25 samples for validation are then evaluated with buffers other than the saved ones,
-# on one rank, and how many on two ranks? The message begins with "AssertionError: Scalars are not
-# close!", and names the number of ranks.
+# on one rank, and how many on two ranks? So on how many ranks does the lesson fail first? The
+# message begins with "AssertionError: Scalars are not close!", and ends with that number.
 def net_with_state():
     """Return a net with batch statistics, with buffers of its own, and with random numbers."""
     # spectral_norm() divides the weight by its norm, which it estimates in buffers.
@@ -327,7 +330,8 @@ class Lesson4Shares(TestCase):
 #
 # To break it, leave out "optimizer" in the `parts` of train(). What begins anew after the kills:
 # the warm-up, the order of the samples, or the momentum? The message begins with "AssertionError:
-# Tensor-likes are not close!".
+# Tensor-likes are not close!". To test your answer, write `momentum=0` in make_task_with(), too: if
+# it is the momentum, the lesson passes now.
 def stop_at(stop_after, args, epochs_done):
     """In place of lr_factor(): warm up, and let rank 0 be killed after so many epochs."""
     if epochs_done >= stop_after and dist.get_rank() == 0:
@@ -506,6 +510,7 @@ class JobTest(TestCase):
         """Write the checkpoint ck, from which a small job goes on."""
         self.intact = small_checkpoint()
         Path("ck").write_bytes(self.intact)
+        self.inode = os.stat("ck").st_ino
 
     def assert_job_fails(self, error, options="", checkpoint="ck", **replacements):
         """Assert that a job on two ranks ends with this error, and leaves ck as it was."""
@@ -515,7 +520,8 @@ class JobTest(TestCase):
         # The error that is raised may be that of a rank that has lost the other one.
         self.assertRegex(Path("stderr0").read_text() + Path("stderr1").read_text(), error)
         self.assertEqual(Path("ck").read_bytes(), self.intact)
-        self.assertEqual(os.path.exists("new"), False)
+        self.assertEqual(os.stat("ck").st_ino, self.inode)  # It was not even written anew.
+        self.assertFalse(os.path.exists("new"))
 
     def be_the_only_rank(self):
         """Let functions of ddp_reference.py run in this process."""
@@ -1105,6 +1111,16 @@ ddp.lr_factor = lr_factor
 """
 # The slow programs run beside the tests: {name: (command, program)}.
 RUN_SH = ["bash", "run"]  # a symbolic link to run.sh
+# In place of Python: it tells how it is called, and what it lacks until pip has installed that.
+PYTHON_WITHOUT_TORCH = """#!/bin/sh
+echo "$@" >> called
+bin=$(dirname "$0")
+case "$*" in
+    -) test -e "$bin/torch" || echo PyTorch ;;
+    "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/" ;;
+    "-m pip"*) touch "$bin/torch" ;;
+esac
+"""
 SHIPPED_RANKS = max(ranks for ranks in (1, 2, 4, 8) if ranks <= (GPUS or 2))
 ALONE = f"{SMALL} --nproc-per-node 1".split()
 TWICE = ["--nproc-per-node=2", "--max-restarts=1"]
@@ -1128,7 +1144,7 @@ def start(name):
     environment = {**os.environ, "PYTHON": sys.executable}
     options = {"start_new_session": True, "stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
     process = Popen(command, text=True, env=environment, **options)
-    unittest.addModuleCleanup(end_session, process)  # if no test has ended it
+    atexit.register(end_session, process)  # if no test has ended it
     return process
 
 
@@ -1153,18 +1169,30 @@ class TheProcesses(TestCase):
             numbers.append(torch.tensor([number for _, number, *_ in read_numbers(last_line)]))
         assert_close(*numbers, "not the README's", 0.002 if GPUS else 0.0002)
 
-    def test_run_sh_says_what_an_incomplete_installation_lacks(self):
-        python = Path("install/.venv/bin/python")
-        python.parent.mkdir(parents=True)
-        python.write_text("#!/bin/sh\necho NumPy or PyTorch\n")  # It answers what it lacks.
-        python.chmod(0o755)
-        Path("install/run.sh").write_bytes((HERE / "run.sh").read_bytes())
-        environment = {**os.environ, "PYTHON": str(python.resolve())}
+    def test_run_sh_installs_what_is_missing_once(self):
+        os.makedirs("install")
+        shutil.copy(HERE / "run.sh", "install")
+        Path("install/python").write_text(PYTHON_WITHOUT_TORCH)
+        os.chmod("install/python", 0o755)
+        run = ["bash", "install/run.sh", "my_job.py", "--lr", "1"]
+        variables = {**os.environ, "PYTHON": f"{os.getcwd()}/install/python"}
+        for torch_to_install, called in (
+            (None, ["-", "-m venv .venv", "-m pip install torch==2.13.0 numpy", "-"]),
+            (None, ["-", "-"]),
+            ("torch==2.9.1", ["-m venv .venv", "-m pip install torch==2.9.1 numpy", "-"]),
+        ):
+            if torch_to_install:
+                variables["TORCH"] = torch_to_install
+            Path("called").write_text("")
+            subprocess.run(run, env=variables, stderr=DEVNULL, check=True)
+            calls = Path("called").read_text().replace(f"{os.getcwd()}/install/", "").splitlines()
+            self.assertEqual(calls, [*called, "my_job.py --lr 1"])
 
-        run = subprocess.run(["bash", "install/run.sh"], env=environment, stderr=PIPE, text=True)
-
-        self.assertEqual(run.returncode, 1)
-        self.assertRegex(run.stderr, r"^run.sh: .*/.venv lacks NumPy or PyTorch. Delete .*\n$")
+        os.remove("install/.venv/bin/torch")  # as if the installation was killed
+        del variables["TORCH"]
+        failed = subprocess.run(run, env=variables, stderr=PIPE, text=True)
+        self.assertEqual(failed.returncode, 1)
+        self.assertRegex(failed.stderr, r"^run.sh: .*/.venv lacks PyTorch. Delete .*\n$")
 
     def test_each_rank_has_its_own_device_and_part_of_the_cores(self):
         status, out, err = wait_for("devices.py")
@@ -1656,7 +1684,8 @@ def review(arguments):
     del programs["many"]
     for name, text in programs.items():
         Path(args.folder, f"{name}.py").write_text(without_notes(text))
-    print(f"""wrote {len(programs)} programs to {args.folder}. Each has a fault, but train.py has 16.
+    count = len(programs)
+    print(f"""wrote {count} programs to {args.folder}. Each has a fault, but train.py has sixteen.
 They train on several GPUs, and torchrun starts them. What is wrong, in which line, and what does
 it do to a training? (bash run.sh review --answers)""")
 
@@ -1764,10 +1793,10 @@ def run_tests():
 #    has i + 1, all are wrong but the one at index 0.
 # 1: Both read rank 0's samples: half of all, each twice. The other half is never read.
 # 2: On rank 0 it is 1/220, which is 1/110 halved by DDP's average. On rank 1 it is 1/320. On both
-#    it should be 1/270.
+#    it should be 1/270. On one rank all is right, so the lesson fails on two.
 # 3: On one rank none are. On two, rank 1's 12 are: it keeps the running means of its own share.
+#    So the lesson fails on two.
 # 4: 2 and 1 fail, because all shares of a rank then drop the same logits. On 4, each has one share.
-# 5: Only the momentum does, which the optimizer holds. The rest follows from the samples read. With
-#    momentum=0 in make_task_with(), the lesson passes in spite of the fault.
+# 5: Only the momentum does, which the optimizer holds. The rest follows from the samples read.
 if __name__ == "__main__":
     main()
