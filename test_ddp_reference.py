@@ -1238,13 +1238,27 @@ class TheProcesses(TestCase):
 
 # ---- bash run.sh check
 # A number is a result if it has a decimal point or an exponent, or is followed by a letter or %.
-NUMBER = r"(?<![\d.])[-+]?(?:\d*\.\d+|\d+\.?(?=e[-+]?\d)|\d+(?=[a-z%])|\d+\.(?!\d))(?:e[-+]?\d+)?"
-NUMBER = rf"(?i)(?:{NUMBER}|[-+]?\b(?:inf|nan)\b)(?!\.?\d)"
-# It is no result if it is a time, a size, a speed or a version, or belongs to a colour.
-UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?)(?:/\w+)?(?![\w/])"
-CLOCK = r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])"
-SPEED = r"\w+/[sS](?:ec)?[\"':= ]+[\d.]+"
-NO_RESULT = rf"\x1b\[[\d;]*m|{CLOCK}|{SPEED}|(?<![\w.])[-+\d.e]+ ?{UNIT}|\d+\.\d+\.\d[\w.+]*"
+NUMBER = re.compile(
+    r"""
+    (?<![\d.]) [-+]?             # not in the middle of another number
+    (?: \d* \. \d+               # 0.5 or .5
+      | \d+ \. (?!\d)            # 5.
+      | \d+ \.? (?= e[-+]?\d )   # 1e-3, whose exponent follows
+      | \d+ (?= [a-z%] )          # 97% or 30dB
+    )
+    (?: e [-+]? \d+ )? (?! \.?\d )
+    | [-+]? \b (?: inf | nan ) \b (?! \.?\d )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+UNIT = r"(?:[mun]?s|secs?|seconds?|minutes?|h|hours?|[kKMGT]i?B|\w+/s(?:ec)?)"
+NO_RESULTS = [
+    r"\x1b\[[\d;]*m",  # a colour
+    r"(?<![\w@.])\d+:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?![\d.])",  # the time: 0:01 or 0:00:01.5
+    r"\w+/[sS](?:ec)?[\"':= ]+[\d.]+",  # a speed behind its unit: "samples/sec: 2.5"
+    rf"(?<![\w.])[-+\d.e]+ ?{UNIT}(?:/\w+)?(?![\w/])",  # a time, size or speed: 3.5ms, 7.5s/it
+    r"\d+\.\d+\.\d[\w.+]*",  # a version: 2.13.0
+]
 OPTION = r"""["'](--[\w-]+)["']"""
 
 
@@ -1256,14 +1270,15 @@ def read_numbers(printed, ignore="$^"):
     """
     numbers = []
     for line in printed.splitlines():
-        line = re.sub(ignore, "", re.sub(NO_RESULT, "", line))
+        line = re.sub("|".join(NO_RESULTS), "", line)
+        line = re.sub(ignore, "", line)
         end = 0
         kind = ""
-        for match in re.finditer(NUMBER, line):
+        for match in NUMBER.finditer(line):
             kind += re.sub(r"\d", "", line[end : match.start()]) + "#"
             end = match.end()
             digits, _, exponent = match[0].lower().partition("e")
-            step = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+            step = float(f"1e{int(exponent or 0) - len(digits.partition('.')[2])}")
             numbers.append((kind, float(match[0]), step, line[:end]))
     return numbers
 
