@@ -162,7 +162,7 @@ def make_parser():
     add("--checkpoint", help="file to which the job is saved, and from which it goes on")
     add("--checkpoint-every", type=positive, help="save also every so many steps of an epoch")
     add("--log-every", type=positive, default=4, help="print every so many steps (%(default)s)")
-    add("--timeout", type=positive, default=600, help="seconds to wait for ranks (%(default)s)")
+    add("--timeout", type=positive, default=600, help="seconds to wait for a rank (%(default)s)")
     add("--num-samples", type=positive, default=1200, help="synthetic signals (%(default)s)")
     add("--length", type=positive, default=1000, help="length of a signal (%(default)s)")
     return parser
@@ -355,8 +355,8 @@ def train(args, device):
     # model(x) returns what net(x) does, but its backward passes also average the gradients. So
     # training must call the model, and not the net, which is model.module. DDP waits for a gradient
     # of each parameter. If a pass may skip some, add the argument find_unused_parameters=True.
-    # RANKS MEET: all get rank 0's parameters and buffers. gradient_as_bucket_view saves memory: DDP
-    # averages the gradients where they lie, and not in a copy.
+    # RANKS MEET: all get rank 0's parameters and buffers. gradient_as_bucket_view saves memory: the
+    # averaged gradients are not copied.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     # DDP would give rank 0's buffers to all ranks before the next forward pass. train_step() does
     # it at the end of a step, so that all ranks evaluate the net that is saved. (DDP also has an
@@ -421,7 +421,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     num_shares = dist.get_world_size() * len(batches)  # of all ranks
     step_sums = 0
-    model.zero_grad(set_to_none=False)  # so that the gradients stay where DDP averages them
+    model.zero_grad()  # Another net's backward pass may have left gradients in this one.
     for share in shares:
         if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
@@ -549,7 +549,10 @@ def load_checkpoint(path, settings, parts):
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:
-                differing = {k: v for k, v in file_settings.items() if settings.get(k) != v}
+                differing = {}
+                for name in settings | file_settings:
+                    if settings.get(name) != file_settings.get(name):
+                        differing[name] = file_settings.get(name)
                 raise ValueError(f"{path} is of a job with other settings: {differing}")
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])

@@ -495,7 +495,6 @@ class RefusedCommandLines(TestCase):
 SMALL = "--num-samples 48 --length 40 --epochs 2 --global-batch-size 12 --shares 4"
 train_step = ddp.train_step  # In a rank, ddp.train_step may be one of the functions below.
 load_checkpoint = ddp.load_checkpoint
-batch_sums = ddp.batch_sums
 
 
 @cache
@@ -691,6 +690,20 @@ def clamped_net():
     return net
 
 
+class RarelyUsedHead(nn.Module):
+    """A net whose second head takes part only if a batch has a sample that begins with x > 1.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 3, 1)])
+
+    def forward(self, x):
+        logits = self.heads[0](x)
+        if x[:, 0, 0].max() > 1.5:
+            logits = logits + self.heads[1](x)
+        return logits
+
+
 class NoisyNet(nn.Conv1d):
     """A net that draws random numbers in evaluation, too."""
 
@@ -729,6 +742,16 @@ class UnusualJobs(TestCase):
 
     def test_hooks_on_gradients_do_not_see_the_number_of_ranks(self):
         self.assert_ranks_do_not_matter(clamped_net)
+
+    def test_a_head_that_some_steps_do_not_use_trains_as_in_stock_ddp(self):
+        task = (RarelyUsedHead, ddp.SyntheticDataset(48, 40, seed=0))
+        wrap = partial(ddp.DistributedDataParallel, find_unused_parameters=True)
+        replacements = {"DistributedDataParallel": wrap, "train_step": tutorial_step}
+        expected = saved_net(4, "--shares 4", *task, **replacements)
+        del replacements["train_step"]
+        for ranks in (1, 2, 4):
+            net = saved_net(ranks, "--shares 4", *task, **replacements)
+            assert_close(net, expected, f"on {ranks} ranks")
 
     def test_random_numbers_in_evaluation_and_in_workers_do_not_depend_on_ranks(self):
         self.assert_ranks_do_not_matter(NoisyNet, workers=1)
@@ -820,15 +843,6 @@ def profiled_step(*arguments):
     return sums
 
 
-def batch_sums_and_memory(model, batch, amp):
-    """In place of batch_sums(): before a pass of training, print where the gradients lie."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    pieces = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    if model.training:
-        print("gradients at", pieces)
-    return batch_sums(model, batch, amp)
-
-
 class HowAJobRuns(TestCase):
     def test_num_workers_counts_the_workers_of_a_rank_and_at_most_two_for_validation(self):
         (out,) = run_job(1, f"{SMALL} --num-workers 3", DataLoader=loader_that_tells)
@@ -857,14 +871,6 @@ class HowAJobRuns(TestCase):
         self.assertEqual(len(steps), 8)
         # The first two steps also set up DDP.
         self.assertEqual(set(steps[2:]), {"5 collectives, 0 waits"})
-
-    def test_gradients_always_lie_in_the_memory_that_ddp_averages(self):
-        make_task = partial(make_task_with, net_with_state, Ragged(48, 40, seed=0))
-        (out,) = run_job(1, SMALL, make_task=make_task, batch_sums=batch_sums_and_memory)
-        places = re.findall("gradients at .*", out)
-        self.assertEqual(len(places), 32)  # of 8 steps, each with 4 shares
-        (place,) = set(places[8:])  # In the first two steps, DDP makes this memory.
-        self.assertRegex(place, r"\{\d+\}")  # one piece for all gradients
 
 
 # ---- What is printed
@@ -1124,7 +1130,8 @@ esac
 SHIPPED_RANKS = max(ranks for ranks in (1, 2, 4, 8) if ranks <= (GPUS or 2))
 ALONE = f"{SMALL} --nproc-per-node 1".split()
 TWICE = ["--nproc-per-node=2", "--max-restarts=1"]
-RESTART = f"{SMALL} --timeout 12 --checkpoint hanging --checkpoint-every 1".split()
+SECONDS = 30 if GPUS else 12  # for a GPU to start, and until the rank that hangs is given up
+RESTART = f"{SMALL} --timeout {SECONDS} --checkpoint hanging --checkpoint-every 1".split()
 SLOW_PROGRAMS = {
     "shipped.py": ([*RUN_SH, "--nproc-per-node", str(SHIPPED_RANKS)], ""),
     "devices.py": ([*RUN_SH, "devices.py", "--nproc-per-node", "2"], program(PRINT_DEVICE)),
