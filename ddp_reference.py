@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # with PyTorch's launcher
 
 In most scripts for several GPUs, the number of processes changes the result, because the batch size
-is that of a process, and each process has its own BatchNorm statistics and random numbers. Here it
-changes only the speed, and rounding, if it divides the number of shares (see below). So you can
-debug on one GPU what went wrong on eight, compare a run on two GPUs with one on four, and go on
-with four GPUs if the other four fail.
+is set for each process, and each has its own BatchNorm statistics and random numbers. Here, any
+number of processes that divides the number of shares (see below) gives the same result, except for
+rounding. Only the speed changes. So you can debug on one GPU what went wrong on eight, compare a
+run on two GPUs with one on four, and go on with four GPUs if the other four fail.
 
 Processes are counted from 0. The number of a process is its rank, and the process is called a rank,
 too. The number of ranks is the world size. Every rank holds a copy of the net. The samples of a
@@ -19,20 +19,20 @@ equal.
 
 This is gradient accumulation. But the samples, the random numbers and the BatchNorm statistics of a
 share depend only on the step and on the number of the share, never on the rank that computes it. So
-on GPUs of one kind, any number of ranks that divides --shares gives the same result, except for
-rounding differences, which grow over the steps. The price is that BatchNorm normalizes over a
-share, even on one GPU. A net still depends on the number of ranks if it communicates itself, as
-nn.SyncBatchNorm does, or if it has state that is neither a parameter nor a buffer.
+the result is the same on any number of GPUs of one kind, except for rounding, which grows over the
+steps. The price is that BatchNorm sees only one share at a time, even on one GPU. The result still
+depends on the number of ranks if the net calls collectives itself, as nn.SyncBatchNorm does, or if
+it keeps state outside of its parameters and buffers.
 
 By default there are 8 shares. If the number of ranks does not divide 8, there is one share for each
-rank, and the result is another one. With one share for each rank, and equally many labels in each,
-the result is that of plain DDP.
+rank instead, which gives another result. With one share for each rank, and equally many labels in
+each, a step is that of plain DDP.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
 tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job. Or, worse, their call is matched with the next collective of that rank, and the data get mixed
-up without an error. RANKS DIFFER marks lines in which a rank does something of its own.
+job. Or, worse, their call is paired with the next collective that this rank does call, and the data
+get mixed up without an error. RANKS DIFFER marks lines in which a rank does something of its own.
 
 The chapters are: 1. your task, which you edit; 2. the data; 3. training; 4. checkpoints; 5. the
 processes. At the end, main() starts the ranks. Each calls run_rank(), which calls train(), which
@@ -55,7 +55,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Unused, but a later import may crash: pytorch/pytorch#190489
+import torch.distributed.nn  # If PyTorch imports it later, exiting may crash: pytorch#190489.
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ def lr_factor(args, epochs_done):
 
     epochs_done: a float, which is 2.5 in the middle of the third epoch.
     """
-    return 1.0  # To warm up over an epoch: min(1.0, epochs_done + 0.1)
+    return 1.0  # To warm up from a tenth, over an epoch: min(1.0, epochs_done + 0.1)
 
 
 METRICS = ("loss", "accuracy")  # What batch_sums() returns, in this order. The first is minimized.
@@ -153,14 +153,14 @@ def make_parser():
     add("--nproc-per-node", type=positive, default=nproc, help="processes to start (%(default)s)")
     add("--num-workers", type=int, default=0, help="loader processes of a rank (%(default)s)")
     add("--epochs", type=positive, default=6, help="passes over the data (%(default)s)")
-    add("--global-batch-size", type=positive, help="samples of a step (240, rounded)")
-    add("--shares", type=positive, help="parts of a step (8, or one a process)")
+    add("--global-batch-size", type=positive, help="samples of a step (some 240)")
+    add("--shares", type=positive, help="parts of a step (8 if possible)")
     add("--lr", type=float, default=0.01, help="learning rate (%(default)s)")
     add("--clip-grad-norm", type=float, default=0.0, help="norm to clip gradients to (0: off)")
     add("--amp", action="store_true", help="compute in bfloat16 where torch.autocast() does")
     add("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
     add("--checkpoint", help="file to which the job is saved, and from which it goes on")
-    add("--checkpoint-every", type=positive, help="save also every so many steps of an epoch")
+    add("--checkpoint-every", type=positive, help="save not only after an epoch, but every N steps")
     add("--log-every", type=positive, default=4, help="print every so many steps (%(default)s)")
     add("--timeout", type=positive, default=600, help="seconds to wait for a rank (%(default)s)")
     add("--num-samples", type=positive, default=1200, help="synthetic signals (%(default)s)")
@@ -188,12 +188,12 @@ class DistributedSampler(Sampler):
             raise ValueError(f"there is no rank {self.rank} of {self.num_replicas}")
         self.shuffle = shuffle
         self.seed = seed
-        round_up = 0 if drop_last else self.num_replicas - 1
+        round_up = 0 if drop_last else self.num_replicas - 1  # in the division below
         self.num_samples = (len(dataset) + round_up) // self.num_replicas  # of a rank
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose the order of an epoch, of which all ranks together have read samples_read."""
+        """Choose an epoch, and begin it after the samples_read that all ranks have read of it."""
         if samples_read % self.num_replicas:
             raise ValueError(f"{self.num_replicas} ranks cannot have read {samples_read} samples")
         self.epoch = epoch
@@ -206,12 +206,12 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         order = range(len(self.dataset))
         if self.shuffle:
-            if self.was_read:  # All epochs would have the same order (pytorch/pytorch#31771).
+            if self.was_read:  # Without set_epoch(), all epochs are alike (pytorch/pytorch#31771).
                 warnings.warn("this order was read before: call set_epoch(epoch)")
             self.was_read = True
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, dtype=torch.int32)
-            # A memoryview yields ints, as a list does, but in a ninth of its memory.
+            # A memoryview yields ints, as a list does, but needs far less memory.
             order = memoryview(order.numpy())
         total_size = self.num_samples * self.num_replicas
         for position in range(self.samples_read + self.rank, total_size, self.num_replicas):
@@ -221,12 +221,12 @@ class DistributedSampler(Sampler):
 def seed_generators(seed, *place):
     """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
-    A place is some whole numbers: (epoch, index) for a sample, and (epoch, samples_read, share) for
-    a share, where samples_read tells the step. Because generators are seeded at each place, no
-    checkpoint has to hold their states.
+    A place is some whole numbers: (epoch, index) for a sample, (epoch, samples_read, share) for a
+    share, where samples_read tells the step, and (batch,) in evaluation. Because generators are
+    seeded at each place, no checkpoint has to hold their states.
     """
-    # SeedSequence makes independent seeds of these numbers. (With one seed for all generators,
-    # PyTorch and NumPy would draw the same bits.)
+    # SeedSequence makes three independent seeds of the seed and the place. (With one seed for all
+    # generators, PyTorch and NumPy would draw the same bits.)
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
     torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() is slower.
@@ -241,7 +241,7 @@ class SeededItems(Dataset):
 
     So augmentation does not depend on the process that reads the sample. The data set is indexed by
     (epoch, index), because loader workers do not know the epoch. Without loader workers, it seeds
-    the generators of the rank itself, which train_step() then seeds again.
+    the generators of the rank itself, which does no harm, as train_step() seeds them again.
     """
 
     def __init__(self, dataset, seed):
@@ -269,7 +269,7 @@ def collate_shares(shares, items):
     """Divide the items that this rank has read for a step: return {share: batch}.
 
     Of 8 shares, share s has the samples at the positions s, s + 8, s + 16, ... of a step. Rank 1 of
-    2 reads the positions 1, 3, 5, ..., so each of its 4 shares gets every fourth item:
+    2 reads the positions 1, 3, 5, ..., so each of its 4 shares gets every fourth of its items:
 
         position  1 3 5 7 9 11 13 15 ...
         share     1 3 5 7 1  3  5  7 ...
@@ -290,11 +290,12 @@ def make_loaders(args, train_set, val_set):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = range(rank, args.shares, world_size)  # RANKS DIFFER: the shares of this rank
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    # On any number of ranks, drop_last leaves out what is left of an epoch after its whole steps.
+    # Both drop_last together leave out the last len(train_set) % args.global_batch_size samples of
+    # the order, on any number of ranks.
     train_batches = EpochBatchSampler(sampler, args.global_batch_size // world_size, drop_last=True)
     # For validation, a DistributedSampler would count some samples twice (pytorch/pytorch#25162).
-    # Instead, each rank takes every world_size-th batch. The epoch is always 0, so that all
-    # evaluations draw the same random numbers.
+    # Instead, each rank takes every world_size-th batch. A batch has the size of a share. The epoch
+    # is always 0, so that all evaluations draw the same random numbers.
     share_size = args.global_batch_size // args.shares
     val_batches = []
     for start in range(rank * share_size, len(val_set), world_size * share_size):  # RANKS DIFFER
@@ -314,7 +315,7 @@ def make_loaders(args, train_set, val_set):
         **options,
     )
     val_loader = DataLoader(
-        SeededItems(val_set, args.seed + 1),
+        SeededItems(val_set, args.seed + 1),  # with other random numbers than in training
         batch_sampler=val_batches,
         num_workers=min(args.num_workers, 2),  # Few, because they wait while the net trains.
         **options,
@@ -328,7 +329,7 @@ def train(args, device):
     rank, path = dist.get_rank(), args.checkpoint
     seed_generators(args.seed)  # All ranks draw the same first weights.
     train_set, val_set, net, optimizer = make_task(args, device)
-    # These are the given learning rates, before those of a checkpoint replace them.
+    # They are read now, because load_checkpoint() replaces them by those of the checkpoint.
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler, train_loader, val_loader = make_loaders(args, train_set, val_set)
 
@@ -349,18 +350,18 @@ def train(args, device):
     sums = sums.to(device)
     if path and rank == 0:  # RANKS DIFFER
         print(f"{path}: epoch {first_epoch}/{args.epochs}, sample {samples_read}/{len(train_set)}")
-    if first_epoch == samples_read == 0:  # If the file cannot be written, a new job ends now.
+    if first_epoch == samples_read == 0:  # A file that cannot be written ends a new job here.
         save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
     # model(x) returns what net(x) does, but its backward passes also average the gradients. So
     # training must call the model, and not the net, which is model.module. DDP waits for a gradient
-    # of each parameter. If a pass may skip some, add the argument find_unused_parameters=True.
-    # RANKS MEET: all get rank 0's parameters and buffers. gradient_as_bucket_view saves memory: the
-    # averaged gradients are not copied.
+    # of each parameter. If some may get none, add find_unused_parameters=True. DDP averages the
+    # gradients in large tensors of its own. gradient_as_bucket_view saves copying them back.
+    # RANKS MEET: all get rank 0's parameters and buffers.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    # DDP would give rank 0's buffers to all ranks before the next forward pass. train_step() does
-    # it at the end of a step, so that all ranks evaluate the net that is saved. (DDP also has an
-    # argument of this name, but it is deprecated, and prevents that the buffers are copied above.)
+    # By default, all ranks also get rank 0's buffers before each forward pass. train_step() does
+    # this at the end of a step, so that all ranks evaluate the net that is saved. (The argument of
+    # this name is deprecated. It would also keep DDP from copying the buffers above.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
@@ -370,14 +371,14 @@ def train(args, device):
         # If an item raises StopIteration, so does next(). In a for loop over the loader, the epoch
         # would end in silence on this rank, and the others would wait for it.
         step_batches = iter(train_loader)
-        for _ in range(len(train_loader)):
+        for _ in range(len(train_loader)):  # the steps that are left of the epoch
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
-                group["lr"] = initial_lr * float(factor)  # torch.load() refuses a NumPy number.
+                group["lr"] = initial_lr * float(factor)  # torch.load() would refuse a NumPy float.
             batches = next(step_batches)  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
-            # RANKS MEET
-            sums += train_step(model, optimizer, batches, seeds, args.clip_grad_norm, args.amp)
+            clip = args.clip_grad_norm
+            sums += train_step(model, optimizer, batches, seeds, clip, args.amp)  # RANKS MEET
             samples_read += args.global_batch_size
             step = samples_read // args.global_batch_size
             if args.checkpoint_every and step % args.checkpoint_every == 0:
@@ -404,7 +405,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     rank 0's buffers, and to add up the sums.
 
     batches: {share: batch}. All ranks have equally many, and share 0 is one of rank 0's.
-    seeds: (seed, epoch, samples_read), to which the share is appended for seed_generators().
+    seeds: (seed, epoch, samples_read), for seed_generators(*seeds, share).
     """
     net, device = model.module, next(model.parameters()).device
     # A step minimizes the mean over all labels of the global batch. If ranks have unequally many,
@@ -414,9 +415,9 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     # With async_op, the ranks' counts are added up while this rank is at its first forward pass.
     counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
 
-    # Of the buffers, such as BatchNorm's running means, only what share 0 makes of them is kept, as
-    # DDP keeps those of rank 0. So each share begins with the buffers of the step before, share 0
-    # comes last, and in the end all ranks get the buffers of rank 0.
+    # Forward passes change buffers, such as BatchNorm's running means. Plain DDP keeps rank 0's,
+    # and we keep share 0's: each share begins with the buffers of the step before, rank 0 computes
+    # share 0 last, and then all ranks get the buffers of rank 0.
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     num_shares = dist.get_world_size() * len(batches)  # of all ranks
@@ -428,19 +429,20 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
                 buffer.copy_(start_buffer)
         seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
         # A backward pass adds to the gradients, and the last one also averages these sums over the
-        # ranks. The other passes, forward and backward, must be under no_sync().
+        # ranks. In the others, no_sync() switches the averaging off. It must also enclose the
+        # forward pass, in which DDP decides whether the backward pass will average.
         with nullcontext() if share == shares[-1] else model.no_sync():
             share_sums = batch_sums(model, batches[share], amp)
             counting.wait()  # From here on, num_labels is that of all ranks.
             # The gradient should be the sum over all shares, divided by num_labels. But DDP divides
-            # by the number of ranks, and we divide by the number of this rank's shares below, which
-            # together divides by the number of all shares. So the loss is first multiplied by it.
-            scale = num_shares / num_labels.clamp(min=1e-9)  # A loss without labels is 0, not nan.
+            # by the number of ranks, and the loop below by the number of a rank's shares: together,
+            # by num_shares. To undo this, the loss is multiplied by num_shares.
+            scale = num_shares / num_labels.clamp(min=1e-9)  # Without labels, the loss is 0.
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    # A hook on gradients sees each share's, which would depend on the number of ranks if we had
-    # divided by this rank's shares in the scale.
+    # This could be part of the scale. But then the gradients that hooks (parameter.register_hook())
+    # see would be smaller on fewer ranks.
     if len(shares) > 1:
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -465,12 +467,12 @@ def evaluate(net, loader, seed, amp=False):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = next(net.parameters()).device
     sums = torch.zeros(1 + len(METRICS), dtype=torch.float64, device=device)
-    batches = iter(loader)  # with next() in place of a for loop, as in train()
+    batches = iter(loader)  # next() lets a StopIteration of an item be an error, as in train().
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        # The net may draw random numbers, too. RANKS DIFFER in the number of the batch.
-        seed_generators(seed, rank + index * world_size)
+        # The net may draw random numbers, too, by the index that the batch has on one rank.
+        seed_generators(seed, rank + index * world_size)  # RANKS DIFFER
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)
     dist.all_reduce(sums)  # RANKS MEET
@@ -486,7 +488,7 @@ def named_means(sums, prefix=""):
 @torch.no_grad()
 def broadcast_buffers(net):
     """Give all ranks the buffers of rank 0. One broadcast for each dtype is faster than many."""
-    # The keys of a dict have the same order on all ranks. Those of a set may not.
+    # The order of a set could differ by rank, and so mix up the broadcasts. That of a dict cannot.
     for dtype in dict.fromkeys(buffer.dtype for buffer in net.buffers()):
         buffers = [buffer for buffer in net.buffers() if buffer.dtype == dtype]
         joined = torch.cat([buffer.flatten() for buffer in buffers])
@@ -500,7 +502,8 @@ def check_copies(net):
     """Raise RuntimeError if this rank's parameters differ from rank 0's by more than rounding.
 
     They drift apart if a parameter was frozen when DDP was made, and is trained later, or if
-    training calls net(x) in place of model(x). Ranks with GPUs of different kinds may round apart.
+    training calls net(x) in place of model(x). On GPUs of different kinds, they also drift apart by
+    rounding.
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -515,7 +518,7 @@ def check_copies(net):
 def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
     """Let rank 0 write a file, unless path is None. A crash leaves the old file or the new one.
 
-    parts: {"net": net, and names of what else has a state_dict(), such as the optimizer}.
+    parts: a dict of objects with a state_dict(). One is called "net".
     """
     if not path or dist.get_rank() > 0:  # RANKS DIFFER
         return
@@ -535,8 +538,8 @@ def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
 def load_checkpoint(path, settings, parts):
     """Load the file, and return its (epoch, samples_read, sums), or zeros if there is none.
 
-    Raises ValueError if the file is damaged or of another job, or if ranks have loaded unlike
-    states or have unlike settings.
+    Raises ValueError if the file is damaged or of another job, or if ranks have loaded files of
+    different steps or have different settings.
     """
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path:
@@ -545,7 +548,7 @@ def load_checkpoint(path, settings, parts):
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
             pass  # This is a new job.
-        except Exception as error:  # A new job would overwrite the file.
+        except Exception as error:  # Training from the start would overwrite the file.
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:
@@ -553,7 +556,7 @@ def load_checkpoint(path, settings, parts):
                 for name in settings | file_settings:
                     if settings.get(name) != file_settings.get(name):
                         differing[name] = file_settings.get(name)
-                raise ValueError(f"{path} is of a job with other settings: {differing}")
+                raise ValueError(f"{path} is of a job with other settings: it has {differing}")
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
             epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
@@ -572,10 +575,11 @@ def load_checkpoint(path, settings, parts):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, connect it with the other ranks, and train."""
-    # Let SIGINT end a rank at once. Ctrl-C sends it, and so does Linux if the launcher is killed.
+    # Let SIGINT end a rank at once. Ctrl-C sends it, and so does Linux if main() is killed, because
+    # mp.spawn() asks for that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
-    # If a rank fails, the launcher ends the others by SIGTERM. Each prints its stack, then it ends.
+    # If a rank fails, the others are ended by SIGTERM. Each prints its stack, then (chain) it ends.
     faulthandler.register(signal.SIGTERM, chain=True)
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the rank on this machine, from torchrun
@@ -585,8 +589,8 @@ def run_rank(rank, world_size, args, init_method):
         device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"  # RANKS DIFFER
         torch.cuda.set_device(device)
         if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
-            # There are more ranks than GPUs, to test them. NCCL refuses ranks that share a GPU,
-            # unless they seem to be on different machines.
+            # This is for tests with more ranks than GPUs. NCCL refuses two ranks on one GPU, unless
+            # it takes them for two machines, because they have different NCCL_HOSTIDs.
             os.environ["NCCL_HOSTID"] = str(rank)
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET
@@ -605,7 +609,7 @@ def main():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     if 0 < len(missing) < len(names):
-        parser.error(f"set {', '.join(missing)}, too, as torchrun does, or none of {names}")
+        parser.error(f"set all of {', '.join(names)} or none: there is no {', '.join(missing)}")
     by_torchrun = not missing
     world_size = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.nproc_per_node
 
@@ -624,7 +628,7 @@ def main():
     if by_torchrun:
         run_rank(int(os.environ["RANK"]), world_size, args, "env://")
         return
-    # By default each rank would use all cores.
+    # By default each rank would use all cores. (Ranks inherit these variables.)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
     # By default each rank would listen on all networks, and not only on the loopback interface.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -634,7 +638,7 @@ def main():
             # Each of these processes calls run_rank(rank, world_size, args, ...).
             mp.spawn(run_rank, (world_size, args, f"file://{folder}/store"), world_size)
     except KeyboardInterrupt:
-        os._exit(130)  # sys.exit() would wait for the ranks.
+        os._exit(130)  # the status after Ctrl-C. (sys.exit() would wait for the ranks.)
 
 
 if __name__ == "__main__":

@@ -467,7 +467,7 @@ class RefusedCommandLines(TestCase):
 
     def test_a_part_of_torchruns_variables_is_refused(self):
         with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0"}):
-            self.assert_refused("", "set WORLD_SIZE")
+            self.assert_refused("", "there is no WORLD_SIZE")
 
     def assert_refused(self, options, reason):
         sys.argv = ["ddp_reference.py", *options.split()]
@@ -554,10 +554,10 @@ class RefusedCheckpoints(JobTest):
             ("--global-batch-size 24", "{'global batch size': 12}"),
             ("--num-samples 60", "{'training samples': 48}"),
         ):
-            self.assert_job_fails(f"ck is of a job with other settings: {setting}", options)
+            self.assert_job_fails(f"ck is of a job with other settings: it has {setting}", options)
         make_task = partial(make_task_with, plain_net, ddp.SyntheticDataset(48, 40, seed=0))
         for setting in ("'optimizer': 'Adam'", "'validation samples': 125"):
-            self.assert_job_fails(f"other settings: {{.*{setting}", make_task=make_task)
+            self.assert_job_fails(f"other settings: it has {{.*{setting}", make_task=make_task)
         self.assert_job_fails("{'metrics': .*'accuracy'", METRICS=["loss", "top1"])
 
     def test_a_file_that_is_no_checkpoint_is_refused(self):
