@@ -35,8 +35,7 @@ python=$base
 if [ -n "${TORCH-}" ] || [ -n "$(lacks "$base")" ]; then
     python=$venv/bin/python
     if [ -n "${TORCH-}" ] || [ ! -x "$python" ]; then
-        echo "run.sh: installs PyTorch into $venv, because $base has none that fits" >&2
-        echo "run.sh: on Linux this downloads gigabytes" >&2
+        echo "run.sh: installs ${TORCH:-PyTorch} into $venv, which may download gigabytes" >&2
         "$base" -m venv "$venv"  # Debian and Ubuntu have this in the package python3-venv.
         "$python" -m pip install "${TORCH:-torch==2.13.0}" numpy >&2
     fi

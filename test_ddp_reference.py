@@ -191,7 +191,7 @@ def make_task_with(make_net, train_set, args, device):
     first, *others = net.parameters()
     groups = [{"params": [first], "lr": 2 * args.lr}, {"params": others}]
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, weight_decay=0.1)
-    return train_set, Ragged(25, 40, seed=1), net, optimizer
+    return train_set, Ragged(26, 40, seed=1), net, optimizer
 
 
 def saved_net(ranks, options, make_net, train_set, **replacements):
@@ -248,9 +248,9 @@ class Lesson2Step(TestCase):
 
 # ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 21 to 25)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
-# DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 25
-# samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 1: rank 0 gets three of them, and
-# rank 1 two. With batches of 9 on four ranks, there are 9, 9 and 7, and rank 3 gets none. So a
+# DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 26
+# samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 2: rank 0 gets three of them, and
+# rank 1 two. With batches of 9 on four ranks, there are 9, 9 and 8, and rank 3 gets none. So a
 # collective in the loop would fail or hang. Each rank adds up its losses and its labels, and one
 # all-reduce after the loop adds up these sums.
 #
@@ -258,7 +258,7 @@ class Lesson2Step(TestCase):
 # moves them towards those of its own samples. So a step ends with rank 0's for all ranks.
 #
 # To break it, leave out `broadcast_buffers(net)` in train_step(). Let a step have 12 samples. How
-# many of the 25 samples for validation are then evaluated with buffers other than the saved ones,
+# many of the 26 samples for validation are then evaluated with buffers other than the saved ones,
 # on one rank, and how many on two ranks? So on how many ranks does the lesson fail first? The
 # message begins with "AssertionError: Scalars are not close!", and ends with that number.
 def net_with_state():
@@ -287,8 +287,8 @@ class Lesson3Evaluation(TestCase):
 
             printed = re.findall(r"val_\w+ (\S+)", Path("rank0").read_text())
 
-            val_items = ddp.SeededItems(Ragged(25, 40, seed=1), seed=6)  # as train() makes them
-            expected = loss_and_accuracy(net, [val_items[0, index] for index in range(25)])
+            val_items = ddp.SeededItems(Ragged(26, 40, seed=1), seed=6)  # as train() makes them
+            expected = loss_and_accuracy(net, [val_items[0, index] for index in range(26)])
             for number, wanted in zip(printed, expected, strict=True):
                 assert_close(float(number), wanted, f"on {ranks} ranks, {batch_size=}", 1e-4)
 
@@ -879,7 +879,7 @@ class PrintedNumbers(TestCase):
         # With a learning rate of 0, the net stays what it is.
         torch.manual_seed(0)
         train_set = ddp.SeededItems(Ragged(48, 40, seed=0), seed=0)
-        val_set = ddp.SeededItems(Ragged(25, 40, seed=1), seed=1)
+        val_set = ddp.SeededItems(Ragged(26, 40, seed=1), seed=1)
         make_task = partial(make_task_with, plain_net, train_set.dataset)
         clock = SimpleNamespace(perf_counter=iter(range(50, 99, 2)).__next__)  # 2 seconds a look
         run = partial(run_job, 3, make_task=make_task, time=clock)
@@ -895,7 +895,7 @@ class PrintedNumbers(TestCase):
 
         net = plain_net()
         net.load_state_dict(torch.load("printed", map_location="cpu")["net"])
-        val_loss, val_accuracy = loss_and_accuracy(net, [val_set[0, i] for i in range(25)])
+        val_loss, val_accuracy = loss_and_accuracy(net, [val_set[0, i] for i in range(26)])
         for epoch, printed, sample, speed in ((0, fourth, 24, 12.0), (1, last, 0, 24.0)):
             loss, accuracy = loss_and_accuracy(net, [train_set[epoch, i] for i in range(48)])
             train = f"loss {loss:#.5g} accuracy {accuracy:#.5g}"
@@ -1624,7 +1624,7 @@ TRAIN = """\
 -                (loss_sum * world_size / num_labels).backward()
 -        optimizer.step()
 -        optimizer.zero_grad()
-+    for index, (x, y) in enumerate(loader):
++    for index, (x, y) in enumerate(loader):  # row 11: On 4 processes, there are 3 batches.
 +        y[x[:, 0] > 1] = -100  # Loud places have no label.
 +        sync = model.no_sync() if index % accum_steps else nullcontext()  # row 10: So is the last.
 +        with sync:
@@ -1707,7 +1707,7 @@ def review(arguments):
     for name, text in programs.items():
         Path(args.folder, f"{name}.py").write_text(without_notes(text))
     count = len(programs)
-    print(f"""wrote {count} programs to {args.folder}. Each has a fault, but train.py has sixteen.
+    print(f"""wrote {count} programs to {args.folder}. Each has a fault, but train.py has seventeen.
 They train on several GPUs, and torchrun starts them. What is wrong, in which line, and what does
 it do to a training? (bash run.sh review --answers)""")
 
@@ -1775,7 +1775,7 @@ class TheReview(TestCase):
 
     def test_answers_name_a_line_of_each_program(self):
         lines = answers()
-        self.assertEqual(len(lines), len(FAULTS) + 16)
+        self.assertEqual(len(lines), len(FAULTS) + 17)
         self.assertIn("a.py, line 39: row 22, The number is one rank's.", lines[0])
         self.assertIn("train.py, line 31: row 38, A file is loaded to GPU 0.", lines[18])
 
