@@ -55,7 +55,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # If PyTorch imports it later, exiting may crash: pytorch#190489.
+import torch.distributed.nn  # If PyTorch imports it later, exit may crash: pytorch/pytorch#190489
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -441,8 +441,8 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    # This could be part of the scale. But then the gradients that hooks (parameter.register_hook())
-    # see would be smaller on fewer ranks.
+    # The division by the number of shares could be part of the scale. But then the gradients that
+    # hooks (parameter.register_hook()) see would be smaller on fewer ranks.
     if len(shares) > 1:
         for parameter in model.parameters():
             if parameter.grad is not None:
