@@ -9,13 +9,12 @@ number of processes that divides the number of shares (see below) gives the same
 rounding. Only the speed changes. So you can debug on one GPU what went wrong on eight, compare a
 run on two GPUs with one on four, and go on with four GPUs if the other four fail.
 
-Processes are counted from 0. The number of a process is its rank, and the process is called a rank,
-too. The number of ranks is the world size. Every rank holds a copy of the net. The samples of a
-step, its global batch, are cut into a fixed number of shares (micro-batches), which are dealt to
-the ranks. A rank runs a forward and a backward pass for each of its shares, one after the other,
-and so adds up their gradients. During the last backward pass, DistributedDataParallel (DDP)
-averages these sums over the ranks. Then all ranks take the same optimizer step, so the copies stay
-equal.
+Processes are numbered from 0, and both the number and the process are called a rank. The number of
+ranks is the world size. Every rank holds a copy of the net. The samples of a step, its global
+batch, are cut into a fixed number of shares (micro-batches), which are dealt to the ranks. A rank
+runs a forward and a backward pass for each of its shares, one after the other, and so adds up their
+gradients. During the last backward pass, DistributedDataParallel (DDP) averages these sums over the
+ranks. Then all ranks take the same optimizer step, so the copies stay equal.
 
 This is gradient accumulation. But the samples, the random numbers and the BatchNorm statistics of a
 share depend only on the step and on the number of the share, never on the rank that computes it. So
@@ -368,8 +367,8 @@ def train(args, device):
         start_time, samples_at_start = time.perf_counter(), samples_read
         sampler.set_epoch(epoch, samples_read)  # Without this, all epochs have the same order.
         model.train()
-        # If an item raises StopIteration, so does next(). In a for loop over the loader, the epoch
-        # would end in silence on this rank, and the others would wait for it.
+        # If an item raises StopIteration, next() raises it, too. A for loop over the loader would
+        # take it for the end of the epoch, and the other ranks would wait for this one.
         step_batches = iter(train_loader)
         for _ in range(len(train_loader)):  # the steps that are left of the epoch
             factor = lr_factor(args, epoch + samples_read / len(train_set))
@@ -404,7 +403,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     The ranks meet to count the labels, to average the gradients (in the last backward pass), to get
     rank 0's buffers, and to add up the sums.
 
-    batches: {share: batch}. All ranks have equally many, and share 0 is one of rank 0's.
+    batches: {share: batch}. All ranks have equally many, and rank 0 has share 0.
     seeds: (seed, epoch, samples_read), for seed_generators(*seeds, share).
     """
     net, device = model.module, next(model.parameters()).device

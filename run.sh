@@ -14,20 +14,23 @@ venv=$here/.venv
 lacks() {
     "$1" - <<'PYTHON'
 import os
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
-if not find_spec("numpy") or not find_spec("torch"):
+hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+gpus = os.path.exists("/dev/nvidiactl") and not hidden
+try:
+    version("numpy")
+    major, minor = version("torch").split(".")[:2]
+except PackageNotFoundError:
     print("NumPy or PyTorch")
 else:
-    import torch
-
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    gpus = torch.cuda.is_available()
-    if version < ((2, 6) if gpus else (2, 9)):
+    if (int(major), int(minor)) < ((2, 6) if gpus else (2, 9)):
         print("PyTorch 2.9 or newer (with GPUs 2.6)")
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    if os.path.exists("/dev/nvidiactl") and wanted and not gpus:
-        print("a PyTorch for this GPU driver (perhaps an older one: TORCH=torch==2.9.1)")
+    elif gpus:
+        import torch  # This takes seconds, so it is not done without GPUs.
+
+        if not torch.cuda.is_available():
+            print("a PyTorch for this GPU driver (perhaps an older one: TORCH=torch==2.9.1)")
 PYTHON
 }
 
