@@ -4,24 +4,25 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # with PyTorch's launcher
 
 In most scripts for several GPUs, the number of processes changes the result, because the batch size
-is set for each process, and each has its own BatchNorm statistics and random numbers. Here, any
-number of processes that divides the number of shares (see below) gives the same result, except for
-rounding. Only the speed changes. So you can debug on one GPU what went wrong on eight, compare a
-run on two GPUs with one on four, and go on with four GPUs if the other four fail.
+is set for each process, and each has its own BatchNorm statistics and random numbers. Here, a step
+is cut into a fixed number of shares, and any number of processes that divides the number of shares
+gives the same result, except for rounding. Only the speed changes. So you can debug on one GPU what
+went wrong on eight, compare a run on two GPUs with one on four, and go on from a checkpoint with
+four GPUs if the other four fail.
 
-Processes are numbered from 0, and both the number and the process are called a rank. The number of
-ranks is the world size. Every rank holds a copy of the net. The samples of a step, its global
-batch, are cut into a fixed number of shares (micro-batches), which are dealt to the ranks. A rank
-runs a forward and a backward pass for each of its shares, one after the other, and so adds up their
-gradients. During the last backward pass, DistributedDataParallel (DDP) averages these sums over the
-ranks. Then all ranks take the same optimizer step, so the copies stay equal.
+Each GPU gets a process. Processes are numbered from 0, and both the number and the process are
+called a rank. The number of ranks is the world size. Every rank holds a copy of the net. The
+samples of a step, its global batch, are divided into the shares (micro-batches), and these are
+dealt to the ranks. A rank runs a forward and a backward pass for each of its shares, one after the
+other, and so adds up their gradients. During its last backward pass, DistributedDataParallel (DDP)
+averages each gradient over the ranks as soon as its sum is complete. Then all ranks take the same
+optimizer step, so the copies stay equal.
 
 This is gradient accumulation. But the samples, the random numbers and the BatchNorm statistics of a
 share depend only on the step and on the number of the share, never on the rank that computes it. So
-the result is the same on any number of GPUs of one kind, except for rounding, which grows over the
-steps. The price is that BatchNorm sees only one share at a time, even on one GPU. The result still
-depends on the number of ranks if the net calls collectives itself, as nn.SyncBatchNorm does, or if
-it keeps state outside of its parameters and buffers.
+the result is the same on any such number of GPUs of one kind, except for rounding, which grows over
+the steps. The price is that even a single GPU computes one share at a time, which is slower than
+the whole batch at once, and that BatchNorm sees only one share at a time.
 
 By default there are 8 shares. If the number of ranks does not divide 8, there is one share for each
 rank instead, which gives another result. With one share for each rank, and equally many labels in
@@ -30,12 +31,14 @@ each, a step is that of plain DDP.
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
 all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
 tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job. Or, worse, their call is paired with the next collective that this rank does call, and the data
-get mixed up without an error. RANKS DIFFER marks lines in which a rank does something of its own.
+job. Or, worse, their call is paired with a later collective of that rank, and the data get mixed up
+without an error. RANKS DIFFER marks lines in which a rank does something of its own. If the net
+itself calls collectives, as nn.SyncBatchNorm does, or if it keeps state outside of its parameters
+and buffers, then the result still depends on the number of ranks.
 
 The chapters are: 1. your task, which you edit; 2. the data; 3. training; 4. checkpoints; 5. the
 processes. At the end, main() starts the ranks. Each calls run_rank(), which calls train(), which
-calls train_step() for each step.
+calls train_step() for each step. To learn about DDP, read train() and train_step() first.
 """
 
 import faulthandler
@@ -54,7 +57,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # If PyTorch imports it later, exit may crash: pytorch/pytorch#190489
+import torch.distributed.nn  # prevents a crash at the end of a process: pytorch/pytorch#190489
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -92,7 +95,10 @@ class ConvNet(nn.Sequential):
 
 
 def make_task(args, device):
-    """Return (train_set, val_set, net, optimizer), equal on all ranks, which are seeded alike."""
+    """Return (train_set, val_set, net, optimizer), which must be equal on all ranks.
+
+    The ranks are seeded alike, so random weights are equal.
+    """
     train_set = SyntheticDataset(args.num_samples, args.length, args.seed)
     val_set = SyntheticDataset(125, args.length, args.seed + 1)
     net = ConvNet().to(device)
@@ -122,7 +128,7 @@ def count_labels(batch):
 def batch_sums(model, batch, amp):
     """Return the METRICS, summed over the labels of a batch: float64 (2,).
 
-    model: in training the DDP model, in evaluation the bare net.
+    model: the net, which in training is wrapped by DDP.
 
     Sums of batches can be added up. Means cannot, because batches may differ in their numbers of
     labels.
@@ -146,7 +152,7 @@ def positive(text):
 
 def make_parser():
     """Return the parser of the command line."""
-    parser = ArgumentParser(usage=SUPPRESS)  # The usage would precede each error.
+    parser = ArgumentParser(usage=SUPPRESS)  # Otherwise an error would print all options first.
     add = parser.add_argument
     nproc = torch.cuda.device_count() or 2
     add("--nproc-per-node", type=positive, default=nproc, help="processes to start (%(default)s)")
@@ -172,9 +178,10 @@ class DistributedSampler(Sampler):
     """Like torch.utils.data.DistributedSampler, but it can begin in the middle of an epoch.
 
     All W ranks (num_replicas) shuffle alike, by seed + epoch, and rank r reads the positions r,
-    r + W, r + 2W, ... of that order. So if each reads B / W samples, these are together the next B
-    samples of the order, whatever W is. If W does not divide the number of samples, the first ones
-    of the order are read again, or with drop_last the last ones are left out.
+    r + W, r + 2W, ... of that order. So if each rank reads its next B / W samples, they have
+    together read the next B samples of the order, whatever W is. If W does not divide the number of
+    samples, the first ones of the order are read again, or with drop_last the last ones are left
+    out.
     """
 
     def __init__(
@@ -192,7 +199,7 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose an epoch, and begin it after the samples_read that all ranks have read of it."""
+        """Choose an epoch. Leave out its first samples, if all ranks together have read them."""
         if samples_read % self.num_replicas:
             raise ValueError(f"{self.num_replicas} ranks cannot have read {samples_read} samples")
         self.epoch = epoch
@@ -220,12 +227,13 @@ class DistributedSampler(Sampler):
 def seed_generators(seed, *place):
     """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
-    A place is some whole numbers: (epoch, index) for a sample, (epoch, samples_read, share) for a
-    share, where samples_read tells the step, and (batch,) in evaluation. Because generators are
-    seeded at each place, no checkpoint has to hold their states.
+    place: some integers: none before the training, (epoch, index) for a sample, (epoch,
+    samples_read, share) for a share, and (batch,) in evaluation.
+
+    Because generators are seeded at each place, no checkpoint has to hold their states.
     """
-    # SeedSequence makes three independent seeds of the seed and the place. (With one seed for all
-    # generators, PyTorch and NumPy would draw the same bits.)
+    # SeedSequence derives three independent seeds from the seed and the place. (With one seed for
+    # all generators, PyTorch and NumPy would draw the same bits.)
     sequence = np.random.SeedSequence(seed, spawn_key=place)
     torch_seed, numpy_seed, python_seed = sequence.generate_state(3).tolist()
     torch.default_generator.manual_seed(torch_seed)  # torch.manual_seed() is slower.
@@ -239,8 +247,9 @@ class SeededItems(Dataset):
     """A data set that seeds the generators before it reads a sample, by its epoch and index.
 
     So augmentation does not depend on the process that reads the sample. The data set is indexed by
-    (epoch, index), because loader workers do not know the epoch. Without loader workers, it seeds
-    the generators of the rank itself, which does no harm, as train_step() seeds them again.
+    (epoch, index), because a loader worker is told nothing else of the epoch. Without loader
+    workers, it seeds the generators of the rank itself, which does no harm, as train_step() seeds
+    them again.
     """
 
     def __init__(self, dataset, seed):
@@ -289,12 +298,13 @@ def make_loaders(args, train_set, val_set):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = range(rank, args.shares, world_size)  # RANKS DIFFER: the shares of this rank
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    # Both drop_last together leave out the last len(train_set) % args.global_batch_size samples of
-    # the order, on any number of ranks.
+    # The sampler's drop_last and that of the batches together leave out the samples at the end of
+    # the order that do not fill a step, which are the same on any number of ranks.
     train_batches = EpochBatchSampler(sampler, args.global_batch_size // world_size, drop_last=True)
     # For validation, a DistributedSampler would count some samples twice (pytorch/pytorch#25162).
-    # Instead, each rank takes every world_size-th batch. A batch has the size of a share. The epoch
-    # is always 0, so that all evaluations draw the same random numbers.
+    # Instead, each rank takes every world_size-th batch: of 5 batches, rank 0 of 2 takes 0, 2 and
+    # 4, and rank 1 takes 1 and 3. A batch has the size of a share. The epoch is always 0, so that
+    # all evaluations draw the same random numbers.
     share_size = args.global_batch_size // args.shares
     val_batches = []
     for start in range(rank * share_size, len(val_set), world_size * share_size):  # RANKS DIFFER
@@ -316,7 +326,7 @@ def make_loaders(args, train_set, val_set):
     val_loader = DataLoader(
         SeededItems(val_set, args.seed + 1),  # with other random numbers than in training
         batch_sampler=val_batches,
-        num_workers=min(args.num_workers, 2),  # Few, because they wait while the net trains.
+        num_workers=min(args.num_workers, 2),  # Few, as they need memory even while the net trains.
         **options,
     )
     return sampler, train_loader, val_loader
@@ -328,12 +338,12 @@ def train(args, device):
     rank, path = dist.get_rank(), args.checkpoint
     seed_generators(args.seed)  # All ranks draw the same first weights.
     train_set, val_set, net, optimizer = make_task(args, device)
-    # They are read now, because load_checkpoint() replaces them by those of the checkpoint.
+    # The initial rates are read now, because load_checkpoint() loads the rates of a later step.
     initial_lrs = [group["lr"] for group in optimizer.param_groups]
     sampler, train_loader, val_loader = make_loaders(args, train_set, val_set)
 
-    # All ranks and the job that wrote the checkpoint must have the same settings. (The learning
-    # rate is not among them, so a job may go on with another one.)
+    # load_checkpoint() makes sure that all ranks, and the job that wrote the checkpoint, have the
+    # same settings. (The learning rate is not among them, so a job may go on with another one.)
     settings = {
         "seed": args.seed,
         "shares": args.shares,
@@ -349,18 +359,19 @@ def train(args, device):
     sums = sums.to(device)
     if path and rank == 0:  # RANKS DIFFER
         print(f"{path}: epoch {first_epoch}/{args.epochs}, sample {samples_read}/{len(train_set)}")
-    if first_epoch == samples_read == 0:  # A file that cannot be written ends a new job here.
+    if first_epoch == samples_read == 0:  # If the file cannot be written, a new job fails now.
         save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
     # model(x) returns what net(x) does, but its backward passes also average the gradients. So
-    # training must call the model, and not the net, which is model.module. DDP waits for a gradient
-    # of each parameter. If some may get none, add find_unused_parameters=True. DDP averages the
-    # gradients in large tensors of its own. gradient_as_bucket_view saves copying them back.
+    # training must call the model, and not the net, which is model.module. DDP joins the gradients
+    # into a few large tensors (buckets), and averages a bucket as soon as all of its gradients are
+    # there. gradient_as_bucket_view saves copying them back. Each parameter must get a gradient. If
+    # some may get none, add find_unused_parameters=True.
     # RANKS MEET: all get rank 0's parameters and buffers.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    # By default, all ranks also get rank 0's buffers before each forward pass. train_step() does
-    # this at the end of a step, so that all ranks evaluate the net that is saved. (The argument of
-    # this name is deprecated. It would also keep DDP from copying the buffers above.)
+    # By default, DDP also broadcasts rank 0's buffers before each forward pass. train_step() does
+    # this after the step instead, so that all ranks evaluate the net that is saved. (The argument
+    # of this name is deprecated, and would also prevent the copy of the buffers above.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
@@ -414,29 +425,30 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     # With async_op, the ranks' counts are added up while this rank is at its first forward pass.
     counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
 
-    # Forward passes change buffers, such as BatchNorm's running means. Plain DDP keeps rank 0's,
-    # and we keep share 0's: each share begins with the buffers of the step before, rank 0 computes
-    # share 0 last, and then all ranks get the buffers of rank 0.
+    # Forward passes change buffers, such as BatchNorm's running means. Plain DDP keeps the changes
+    # by rank 0, and we keep those by share 0: each share starts from the buffers of the last step,
+    # rank 0 computes share 0 last, and then all ranks get the buffers of rank 0.
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     num_shares = dist.get_world_size() * len(batches)  # of all ranks
     step_sums = 0
-    model.zero_grad()  # Another net's backward pass may have left gradients in this one.
+    model.zero_grad()  # It comes first, as another net's backward pass may have left gradients.
     for share in shares:
         if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
                 buffer.copy_(start_buffer)
         seed_generators(*seeds, share)  # RANKS DIFFER in random numbers, such as dropout's.
+        is_last = share == shares[-1]
         # A backward pass adds to the gradients, and the last one also averages these sums over the
         # ranks. In the others, no_sync() switches the averaging off. It must also enclose the
         # forward pass, in which DDP decides whether the backward pass will average.
-        with nullcontext() if share == shares[-1] else model.no_sync():
+        with nullcontext() if is_last else model.no_sync():
             share_sums = batch_sums(model, batches[share], amp)
             counting.wait()  # From here on, num_labels is that of all ranks.
             # The gradient should be the sum over all shares, divided by num_labels. But DDP divides
             # by the number of ranks, and the loop below by the number of a rank's shares: together,
             # by num_shares. To undo this, the loss is multiplied by num_shares.
-            scale = num_shares / num_labels.clamp(min=1e-9)  # Without labels, the loss is 0.
+            scale = num_shares / num_labels.clamp(min=1e-9)  # Without labels, 0 * inf would be nan.
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
@@ -450,7 +462,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     if clip_grad_norm > 0:  # All ranks have the same gradients now, and so the same norm.
         nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
-    broadcast_buffers(net)  # RANKS MEET: they get those of share 0.
+    broadcast_buffers(net)  # RANKS MEET: all get rank 0's, which are those of share 0.
     dist.all_reduce(step_sums)  # RANKS MEET
     return torch.cat([num_labels.view(1), step_sums])
 
@@ -459,7 +471,7 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
 def evaluate(net, loader, seed, amp=False):
     """Return the number of labels and the sums over the batches of all ranks: float64 (3,).
 
-    net: the bare net, because a DDP model may call collectives, and ranks may have unequal numbers
+    net: the bare net, because a DDP model may broadcast buffers, and ranks may have unequal numbers
     of batches. It is left in eval mode.
     """
     net.eval()
@@ -470,7 +482,7 @@ def evaluate(net, loader, seed, amp=False):
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        # The net may draw random numbers, too, by the index that the batch has on one rank.
+        # The net may draw random numbers. It is seeded by the number of the batch among all ranks'.
         seed_generators(seed, rank + index * world_size)  # RANKS DIFFER
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)
@@ -487,7 +499,7 @@ def named_means(sums, prefix=""):
 @torch.no_grad()
 def broadcast_buffers(net):
     """Give all ranks the buffers of rank 0. One broadcast for each dtype is faster than many."""
-    # The order of a set could differ by rank, and so mix up the broadcasts. That of a dict cannot.
+    # A dict has the same order on all ranks. A set may not, and would mix up the broadcasts.
     for dtype in dict.fromkeys(buffer.dtype for buffer in net.buffers()):
         buffers = [buffer for buffer in net.buffers() if buffer.dtype == dtype]
         joined = torch.cat([buffer.flatten() for buffer in buffers])
@@ -500,9 +512,9 @@ def broadcast_buffers(net):
 def check_copies(net):
     """Raise RuntimeError if this rank's parameters differ from rank 0's by more than rounding.
 
-    They drift apart if a parameter was frozen when DDP was made, and is trained later, or if
-    training calls net(x) in place of model(x). On GPUs of different kinds, they also drift apart by
-    rounding.
+    They drift apart if training calls net(x) in place of model(x), or if a parameter that did not
+    require gradients when DDP was made is trained later. On GPUs of different kinds, they also
+    drift apart by rounding.
     """
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
@@ -560,7 +572,7 @@ def load_checkpoint(path, settings, parts):
                 part.load_state_dict(checkpoint[name])
             epoch, samples_read = checkpoint["epoch"], checkpoint["samples_read"]
             sums = checkpoint["sums"]
-    # Ranks on other machines may have found no file, or an older one, or other data.
+    # With several machines, some ranks may have found no file, or an older one, or other data.
     state = settings | {"epoch": epoch, "samples read": samples_read}
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)  # RANKS MEET: each gets a list of all ranks' states.
@@ -574,18 +586,19 @@ def load_checkpoint(path, settings, parts):
 # ---- 5. The processes
 def run_rank(rank, world_size, args, init_method):
     """Run one rank: choose its device, connect it with the other ranks, and train."""
-    # Let SIGINT end a rank at once. Ctrl-C sends it, and so does Linux if main() is killed, because
-    # mp.spawn() asks for that.
+    # SIGINT shall end a rank at once. It comes from Ctrl-C, and from Linux if main() is killed,
+    # because mp.spawn() asks for that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
-    # If a rank fails, the others are ended by SIGTERM. Each prints its stack, then (chain) it ends.
+    # If a rank fails, the others get SIGTERM. Each then prints its stack, and (by chain) ends.
     faulthandler.register(signal.SIGTERM, chain=True)
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the rank on this machine, from torchrun
     num_gpus = torch.cuda.device_count()
-    device, backend = torch.device("cpu"), "gloo"  # CPUs communicate by gloo, and GPUs by nccl.
+    device, backend = torch.device("cpu"), "gloo"  # the library by which CPUs communicate
     if num_gpus > 0:
-        device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"  # RANKS DIFFER
+        # RANKS DIFFER: each has its GPU. GPUs communicate by the library nccl.
+        device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"
         torch.cuda.set_device(device)
         if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
             # This is for tests with more ranks than GPUs. NCCL refuses two ranks on one GPU, unless
@@ -612,7 +625,7 @@ def main():
     by_torchrun = not missing
     world_size = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.nproc_per_node
 
-    # With these defaults, any number of ranks can start.
+    # These defaults suit any number of ranks.
     args.shares = args.shares or (8 if 8 % world_size == 0 else world_size)
     args.global_batch_size = args.global_batch_size or max(240 // args.shares, 1) * args.shares
     if args.shares % world_size:
@@ -627,9 +640,9 @@ def main():
     if by_torchrun:
         run_rank(int(os.environ["RANK"]), world_size, args, "env://")
         return
-    # By default each rank would use all cores. (Ranks inherit these variables.)
+    # Ranks inherit these variables. By default, each rank would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
-    # By default each rank would listen on all networks, and not only on the loopback interface.
+    # By default, each rank would listen on all networks. The loopback interface is enough.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     try:

@@ -12,7 +12,7 @@ venv=$here/.venv
 
 # Print what this interpreter lacks, or nothing.
 lacks() {
-    "$1" - <<'PYTHON'
+    "$1" - <<'PYTHON' || echo "a Python that works"
 import os
 from importlib.metadata import PackageNotFoundError, version
 
@@ -61,7 +61,6 @@ case ${1-} in
         exec "$python" "$here/test_ddp_reference.py" "$@"
         ;;
     *.py)
-        export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
         exec "$python" "$@"
         ;;
     *)
