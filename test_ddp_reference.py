@@ -83,7 +83,6 @@ def setUpModule():
     unittest.addModuleCleanup(os.chdir, HERE)
     os.chdir(folder.name)
     os.environ["TMPDIR"] = folder.name  # Programs that are killed leave files there.
-    faulthandler.dump_traceback_later(900, exit=True)  # if a test hangs
     unittest.addModuleCleanup(faulthandler.cancel_dump_traceback_later)
     logging.disable()  # PyTorch would log each rank that it ends.
     for number in (signal.SIGINT, signal.SIGTERM):  # End at once. (& would turn SIGINT off.)
@@ -210,6 +209,16 @@ def assert_close(actual, expected, what, tolerance=2e-5):
     )
 
 
+def assert_same_lines(actual, expected):
+    """Assert that printed lines are equal. On GPUs, means may differ in their last digit."""
+    mean = r"\d+\.\d{3,}"
+    numbers = []
+    for text in (actual, expected):
+        numbers.append(torch.tensor([float(number) for number in re.findall(mean, text)]))
+    assert_close(*numbers, "", 1e-4 if GPUS else 0)
+    TestCase().assertEqual(re.sub(mean, "#", actual), re.sub(mean, "#", expected))
+
+
 # ---- Lesson 2: a step (count_labels, batch_sums, train_step; 8 seconds; rows 12 and 13)
 # A step must move the net as one process with the whole batch would, even if ranks have unequal
 # numbers of labels. Let rank 0 have one label of loss 7, and rank 1 three of loss 3. The mean of
@@ -262,8 +271,8 @@ class Lesson2Step(TestCase):
 # on one rank, and how many on two ranks? So on how many ranks does the lesson fail first? The
 # message begins with "AssertionError: Scalars are not close!", and ends with that number.
 #
-# Then undo this, and indent `dist.all_reduce(sums)` in evaluate(), so that it is in the loop. In a
-# job on two ranks with 12 samples a step, in which round does a rank wait for the other in vain? The
+# Then undo this, and indent `dist.all_reduce(sums)` in evaluate(), so that it is in the loop. In
+# which round does a rank then wait for the other in vain, on two ranks with 12 samples a step? The
 # message ends with how it learns that: here the other rank has ended.
 def net_with_state():
     """Return a net with batch statistics, with buffers of its own, and with random numbers."""
@@ -427,6 +436,9 @@ def run_job(world_size, options="", **replacements):
     replacements: in place of names in ddp_reference.py. They are pickled, so functions must stand
     at the top level of this file.
     """
+    faulthandler.dump_traceback_later(
+        300, exit=True
+    )  # if this job hangs, until the next one starts
     # The ranks are forked from a process that has done the slow imports.
     mp.set_forkserver_preload(["ddp_reference", "test_ddp_reference", "torch._dynamo"])
     # The port is opened here, because a store that opens its own listens on all networks.
@@ -499,6 +511,8 @@ class RefusedCommandLines(TestCase):
 SMALL = "--num-samples 48 --length 40 --epochs 2 --global-batch-size 12 --shares 4"
 train_step = ddp.train_step  # In a rank, ddp.train_step may be one of the functions below.
 load_checkpoint = ddp.load_checkpoint
+count_labels = ddp.count_labels
+batch_sums = ddp.batch_sums
 
 
 @cache
@@ -632,7 +646,7 @@ class Saving(JobTest):
 
 def drifting_step(name, model, *arguments):
     """In place of train_step(): change a parameter on rank 1, as if it was not averaged."""
-    model.module.get_parameter(name).data += 0.001 * dist.get_rank()
+    model.module.get_parameter(name).data += 0.0001 * dist.get_rank()
     return train_step(model, *arguments)
 
 
@@ -797,6 +811,16 @@ def masked_sums(model, batch, amp):
     return torch.stack([losses.double().sum(), losses.double().sum()])
 
 
+def light_labels(batch):
+    """In place of count_labels(): weigh each label by 0.0001."""
+    return 0.0001 * count_labels(batch)
+
+
+def light_sums(*arguments):
+    """In place of batch_sums(): weigh each label by 0.0001."""
+    return 0.0001 * batch_sums(*arguments)
+
+
 class StrangeState(nn.Conv1d):
     """A net whose state has a text, an infinite buffer, and a frozen and transposed parameter."""
 
@@ -817,6 +841,12 @@ class UnusualStates(TestCase):
         train_set = AllIgnored(12, 40, seed=0)
         net = saved_net(2, "--shares 2", plain_net, train_set, batch_sums=masked_sums)
         self.assertTrue(all(value.isfinite().all() for value in net.values()))
+
+    def test_labels_may_have_weights_that_add_up_to_less_than_1(self):
+        task = (plain_net, Ragged(12, 40, seed=0))
+        expected = saved_net(1, "--shares 2", *task)
+        net = saved_net(1, "--shares 2", *task, count_labels=light_labels, batch_sums=light_sums)
+        assert_close(net, expected, "")
 
     def test_a_net_with_strange_state_is_saved_and_resumed(self):
         make_task = partial(make_task_with, StrangeState, ddp.SyntheticDataset(48, 40, seed=0))
@@ -919,7 +949,7 @@ class PrintedNumbers(TestCase):
             expected = f"printed: epoch {epoch}/2, sample {sample}/48\n"
             expected += f"epoch {epoch} | 48/48 | {train}\n"
             expected += f"epoch {epoch} | {train} | {val} | {speed} samples/s\n"
-            self.assertEqual(printed.partition("\n")[2], expected)
+            assert_same_lines(printed.partition("\n")[2], expected)
         self.assertEqual(others, ["", ""])  # Only rank 0 prints.
 
 
@@ -956,10 +986,15 @@ def readme_programs():
     return programs
 
 
+def on_cpu(program):
+    """Return a program that uses no GPU."""
+    return program.replace("torch.cuda.is_available()", "False")
+
+
 def printed_by(program, world_size, options=""):
     """Return what rank 0 of a program, a text, prints."""
     if world_size > GPUS:  # Programs that do not descend from ddp_reference.py need a GPU a rank.
-        program = program.replace("torch.cuda.is_available()", "False")
+        program = on_cpu(program)
     Path("program.py").write_text(program)
     run_program = partial(runpy.run_path, "program.py", run_name="__main__")
     return run_job(world_size, options, main=run_program)[0]
@@ -1024,9 +1059,10 @@ class TheReadme(TestCase):
                 for name, array in zip(("x.npy", "y.npy"), sample):
                     np.save(name, array)
                     tar.add(name, f"{index}.{name}")
-        means = r" \| loss \S+ accuracy \S+"
+        means = r"\| loss \S+ accuracy \S+"
         printed = re.findall(means, printed_by(shards, 2, options))
-        self.assertEqual(printed, re.findall(means, run_job(2, SMALL)[0]))
+        expected = re.findall(means, run_job(2, SMALL)[0])
+        assert_same_lines("\n".join(printed), "\n".join(expected))
 
         intact = path.read_bytes()
         cut_off = intact[: 15 * 5120]
@@ -1100,6 +1136,9 @@ def program(body):
 
 
 PRINT_DEVICE = """
+print(f"cores: {ddp.torch.get_num_threads()}")
+
+
 def train(args, device):
     loopback = os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     threads = int(os.environ["OMP_NUM_THREADS"])
@@ -1112,6 +1151,10 @@ ddp.train = train
 """
 # Rank 0 hangs in the second epoch, but not if torchrun has started the job again.
 HANG = """
+if ddp.torch.cuda.device_count() == 1:  # NCCL refuses two ranks on one GPU, but not with this.
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+
+
 def lr_factor(args, epochs_done):
     if epochs_done > 1.3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["RANK"] == "0":
         signal.pause()
@@ -1173,7 +1216,7 @@ def start(name):
 
 def wait_for(name):
     """Return a slow program's (status, stdout, stderr) when all of its processes have ended."""
-    out, err = start(name).communicate(timeout=120)
+    out, err = start(name).communicate(timeout=300)
     return start(name).returncode, out, err
 
 
@@ -1221,7 +1264,8 @@ class TheProcesses(TestCase):
         status, out, err = wait_for("devices.py")
 
         self.assertEqual(status, 0, err)
-        threads = max(1, torch.get_num_threads() // 2)
+        # The launcher has all cores, and prints them first.
+        threads = max(1, int(re.search(r"cores: (\d+)", out)[1]) // 2)
         for rank in range(2):
             device = f"cuda:{rank % GPUS}" if GPUS else "cpu"
             hostid = f"'{rank}'" if GPUS == 1 else None
@@ -1745,7 +1789,7 @@ def be_all(programs):
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     for name, text in programs.items():
         print(f"---- {name}")
-        exec(text.replace("torch.cuda.is_available()", "False"), {})
+        exec(on_cpu(text), {})
         if name == "i" and dist.get_rank() == 0:
             print(list(torch.load("model.pt")))
     destroy()
@@ -1757,9 +1801,7 @@ class TheReview(TestCase):
         del programs["train"]
         failing = [name for name, (_, shown_by, *_) in FAULTS.items() if shown_by == "fails"]
         for name in failing:
-            text = programs.pop(name).replace(
-                "torch.cuda.is_available()", "False"
-            )  # NCCL may hang.
+            text = on_cpu(programs.pop(name))  # NCCL may hang.
             self.assertIn("epoch 0", printed_by(text, 1))
             with self.assertRaises(FAILED):
                 printed_by(text, 2)
@@ -1785,9 +1827,10 @@ class TheReview(TestCase):
         self.assertTrue(shown in README.read_text(), shown)
 
     def test_the_long_program_depends_on_the_number_of_processes(self):
+        train = on_cpu(faulty_programs()["train"])  # NCCL may hang.
         numbers = []
         for ranks in (1, 2):
-            printed = printed_by(faulty_programs()["train"], ranks, f"--checkpoint train{ranks}")
+            printed = printed_by(train, ranks, f"--checkpoint train{ranks}")
             numbers.append(read_numbers(printed))
         with mock.patch("sys.stdout", io.StringIO()):
             self.assertTrue(compare("", numbers[1], numbers[0], 0.1))
