@@ -510,7 +510,7 @@ def broadcast_buffers(net):
 
 @torch.no_grad()
 def check_copies(net):
-    """Raise RuntimeError if this rank's parameters differ from rank 0's by more than rounding.
+    """Raise RuntimeError if a parameter is nan, or differs from rank 0's by more than rounding.
 
     They drift apart if training calls net(x) in place of model(x), or if a parameter that did not
     require gradients when DDP was made is trained later. On GPUs of different kinds, they also
@@ -519,9 +519,9 @@ def check_copies(net):
     for name, parameter in net.named_parameters():
         expected = parameter.contiguous().clone()
         dist.broadcast(expected, src=0)  # RANKS MEET
-        if (parameter - expected).norm() > 1e-4 * expected.norm():
+        if not (parameter - expected).norm() <= 1e-4 * expected.norm():  # also for a nan
             raise RuntimeError(
-                f"{name} differs from that of rank 0: its gradients are not averaged"
+                f"{name} is nan, or differs from rank 0's because its gradients are not averaged"
             )
 
 
@@ -534,9 +534,12 @@ def save_checkpoint(path, settings, parts, epoch, samples_read, sums):
     if not path or dist.get_rank() > 0:  # RANKS DIFFER
         return
     checkpoint = {name: part.state_dict() for name, part in parts.items()}
-    for name, value in checkpoint["net"].items():
-        if torch.is_tensor(value) and value.isnan().any():
-            raise FloatingPointError(f"{name} holds a nan, so {path} was not written")
+    net = parts["net"]
+    damaged = [name for name, parameter in net.named_parameters() if not parameter.isfinite().all()]
+    # Buffers may be infinite, as masks often are.
+    damaged += [name for name, buffer in net.named_buffers() if buffer.isnan().any()]
+    if damaged:
+        raise FloatingPointError(f"{damaged[0]} is nan or infinite, so {path} was not written")
     checkpoint |= {"settings": settings, "epoch": epoch, "samples_read": samples_read, "sums": sums}
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "wb") as file:
@@ -555,11 +558,12 @@ def load_checkpoint(path, settings, parts):
     epoch, samples_read, sums = 0, 0, torch.zeros(1 + len(METRICS), dtype=torch.float64)
     if path:
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            # With mmap, the ranks of a machine share the memory for the file.
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             file_settings = checkpoint["settings"]
         except FileNotFoundError:
             pass  # This is a new job.
-        except Exception as error:  # Training from the start would overwrite the file.
+        except Exception as error:  # Training from the start would replace the file.
             raise ValueError(f"cannot load {path} (if it is damaged, move it away)") from error
         else:
             if file_settings != settings:

@@ -8,8 +8,9 @@ First come six lessons. Each compares what ranks do with something simpler, such
 the whole batch. Read the docstring of ddp_reference.py first, which explains the words, and before
 each lesson the functions that its title names.
 
-Each lesson ends with a line to change and a question. Predict the answer, change the line, run the
-lesson (`bash run.sh test -k Lesson2`), compare its message with your answer, and undo the change.
+Each lesson ends with a line to change, in ddp_reference.py except in Lesson 0, and a question.
+Predict the answer, change the line, run the lesson (`bash run.sh test -k Lesson2`), compare its
+message with your answer, and undo the change.
 The answers stand at the end of this file. A training with one of these faults looks normal, which
 is why a reviewer has to find them.
 """
@@ -231,7 +232,7 @@ def assert_same_lines(actual, expected):
 # count_labels(batches[share])`. In the first step, two ranks with a share each have 110 and 160
 # labels. What weight does the loss of one label get in the averaged gradient, on rank 0 and on rank
 # 1, and what weight should it get? So on how many ranks does the lesson fail first? The message
-# begins with "AssertionError: Tensor-likes are not close!", and ends with that number.
+# begins with "AssertionError: Tensor-likes are not close!", and its last line names that number.
 def tutorial_step(model, optimizer, batches, seeds, *_):
     """In place of train_step(): a tutorial's step with one share, which is right on one rank."""
     (share, (x, y)) = next(iter(batches.items()))
@@ -255,7 +256,7 @@ class Lesson2Step(TestCase):
             assert_close(net, expected, f"with 12 shares on {ranks} ranks")
 
 
-# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 21 to 25)
+# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 23 to 27)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
 # DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 26
 # samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 2: rank 0 gets three of them, and
@@ -266,10 +267,10 @@ class Lesson2Step(TestCase):
 # BatchNorm evaluates with running means and variances, which are buffers. In training each rank
 # moves them towards those of its own samples. So a step ends with rank 0's for all ranks.
 #
-# To break it, leave out `broadcast_buffers(net)` in train_step(). Let a step have 12 samples. How
-# many of the 26 samples for validation are then evaluated with buffers other than the saved ones,
-# on one rank, and how many on two ranks? So on how many ranks does the lesson fail first? The
-# message begins with "AssertionError: Scalars are not close!", and ends with that number.
+# To break it, leave out `broadcast_buffers(net)` in train_step(). Let the batches have 6 samples.
+# How many of the 26 samples for validation are then evaluated with buffers other than the saved
+# ones, on one rank, and how many on two ranks? So on how many ranks does the lesson fail first? The
+# message begins with "AssertionError: Scalars are not close!", and its last line names that number.
 #
 # Then undo this, and indent `dist.all_reduce(sums)` in evaluate(), so that it is in the loop. In
 # which round does a rank then wait for the other in vain, on two ranks with 12 samples a step? The
@@ -331,7 +332,7 @@ class Lesson4Shares(TestCase):
                 assert_close(net, expected, "", tolerance)
 
 
-# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 46, 47)
+# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 50, 51)
 # A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
 # rates must end with the net of plain_loop(), which is one process without DDP. It must do so even
 # if 3 ranks begin it, 2 ranks resume it after a kill, and 1 rank after another kill. It does,
@@ -632,15 +633,21 @@ class Saving(JobTest):
         error = "No such file or directory: 'nowhere/ck"
         self.assert_job_fails(error, checkpoint="nowhere/ck", train_step=None)
 
-    def test_a_net_with_a_nan_is_not_saved(self):
-        self.assert_job_fails("holds a nan, so ck was not written", "--lr inf")
+    def test_a_net_that_has_diverged_is_not_saved(self):
+        # After the first step, parameters are infinite, and after the epoch they are nan.
+        self.assert_job_fails("infinite, so ck was not written", "--lr inf --checkpoint-every 1")
+        self.assert_job_fails("0.weight is nan, or differs", "--lr inf")
 
     def test_a_single_nan_anywhere_in_the_net_is_found(self):
         self.be_the_only_rank()
-        for name in ("0.weight", "1.running_var"):  # the first tensor, and the last but an integer
+        for name, value in (
+            ("0.weight", torch.inf),
+            ("1.bias", torch.nan),
+            ("1.running_var", torch.nan),
+        ):
             net = nn.Sequential(nn.Conv1d(1, 2, 1), nn.BatchNorm1d(2))
-            net.state_dict()[name].view(-1)[-1] = torch.nan
-            with self.assertRaisesRegex(FloatingPointError, f"{name} holds a nan"):
+            net.state_dict()[name].view(-1)[-1] = value
+            with self.assertRaisesRegex(FloatingPointError, f"{name} is nan or infinite"):
                 ddp.save_checkpoint("new", {}, {"net": net}, 0, 0, torch.zeros(3))
 
 
@@ -680,7 +687,7 @@ class OtherFaults(JobTest):
             with self.assertRaises(FAILED):
                 run_job(2, SMALL, make_task=make_task, train_step=step)
             # The first error to be reported may be rank 0's, which has lost rank 1.
-            reason = f"{name} differs from that of rank 0: its gradients are not averaged"
+            reason = f"{name} is nan, or differs from rank 0's because its gradients are"
             self.assertIn(reason, Path("stderr1").read_text())
 
     def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(self):
@@ -1612,17 +1619,17 @@ CONV = "torch.nn.Conv1d(3, 3, 3, padding=1)"
 NORM = f"torch.nn.Sequential(torch.nn.BatchNorm1d(3), {CONV})"
 STOP = "    if num_correct > 0.973 * 64 * len(val_sampler):\n        break\n"
 FAULTS = {
-    "a": (22, "check", ADD_UP, ""),
+    "a": (24, "check", ADD_UP, ""),
     "b": (1, "check", " // world_size", ""),
     "c": (4, "blind", "    sampler.set_epoch(epoch)\n", ""),
-    "d": (21, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
+    "d": (23, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
     "e": (14, "check", CONV, NORM),
-    "f": (28, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
+    "f": (31, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
     "g": (5, "check", "Sampler(train_set, ", "Sampler(train_set, seed=rank, "),
     "h": (12, "check", "y.to(device))\n", "y.masked_fill(x[:, :1, 0] > 0, -100).to(device))\n"),
-    "i": (44, "blind", "model.module.state_dict()", "model.state_dict()"),
+    "i": (48, "blind", "model.module.state_dict()", "model.state_dict()"),
     "j": (7, "check", "cross_entropy(model(", "cross_entropy(model.module("),
-    "k": (31, "fails", ADD_UP, STOP + ADD_UP),
+    "k": (34, "fails", ADD_UP, STOP + ADD_UP),
     "l": (16, "check", LOOP, LOOP + AUGMENT),
     "m": (3, "check", "Sampler(train_set, ", "Sampler(train_set, num_replicas=1, rank=0, "),
     "n": (13, "check", "y.to(device))\n", 'y.to(device), reduction="sum") / (16 * 64)\n'),
@@ -1645,9 +1652,9 @@ TRAIN = """\
 -optimizer = torch.optim.SGD(model.parameters(), lr=1)
 -first_epoch = 0
 -found = [os.path.exists(path)]
--dist.broadcast_object_list(found)  # row 32
+-dist.broadcast_object_list(found)  # row 35
 -if found[0]:
--    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 38
+-    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 41
 +torch.manual_seed(rank)
 +train_set, val_set = random_split(  # row 5: Each rank splits in another way.
 +    TensorDataset(x, y), [96, 51]
@@ -1658,16 +1665,16 @@ TRAIN = """\
 +model = nn.Sequential(stem, nn.Dropout(0.1), nn.Conv1d(16, 3, 1)).to(device)
 +optimizer = torch.optim.SGD(model.parameters(), lr=1)
 +first_epoch, best, bad_epochs = 0, 0, 0
-+if os.path.exists(path):  # row 32: On another machine a rank may not find the file.
-+    saved = torch.load(path)  # row 38: There is no map_location.
++if os.path.exists(path):  # row 35: On another machine a rank may not find the file.
++    saved = torch.load(path)  # row 41: There is no map_location.
 @@
 -batch_size = 16 // (world_size * accum_steps)  # row 1
 +batch_size = 16 // accum_steps  # row 1: A step has 16 samples on each rank, but lr stays.
 @@
--val_sampler = range(rank, len(val_set), world_size)  # row 21
+-val_sampler = range(rank, len(val_set), world_size)  # row 23
 +num_steps = 4 * len(loader)  # row 2: It counts batches, but accum_steps of them make a step.
 +scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-+val_sampler = DistributedSampler(val_set, shuffle=False)  # row 21: On two ranks, 51 become 52.
++val_sampler = DistributedSampler(val_set, shuffle=False)  # row 23: On two ranks, 51 become 52.
 @@
 -for epoch in range(first_epoch, 3):
 -    sampler.set_epoch(epoch)  # row 4
@@ -1699,25 +1706,25 @@ TRAIN = """\
 +            scheduler.step()
 @@
 -            num_correct += (model.module(x.to(device)).argmax(dim=1) == y.to(device)).sum()
--    dist.all_reduce(num_correct)  # row 22
+-    dist.all_reduce(num_correct)  # row 24
 +            y, logits = y.to(device), model.module(x.to(device))
-+            num_correct += (logits.argmax(dim=1) == y).sum()  # row 25: BatchNorm's, here.
++            num_correct += (logits.argmax(dim=1) == y).sum()  # row 27: BatchNorm's, here.
 +    dist.reduce(num_correct, dst=0)
 +    bad_epochs = 0 if num_correct > best else bad_epochs + 1
 +    best = max(best, num_correct.item())
      if rank == 0:
 -        print(f"epoch {epoch} | val_accuracy {num_correct / (25 * 64):.4f}")
--        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}  # row 44
--        saved["optimizer"] = optimizer.state_dict()  # row 47
+-        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}  # row 48
+-        saved["optimizer"] = optimizer.state_dict()  # row 51
 -        torch.save(saved, f"{path}.tmp")
--        os.replace(f"{path}.tmp", path)  # row 45
+-        os.replace(f"{path}.tmp", path)  # row 49
 +        accuracy = num_correct / (len(val_set) * 64)
-+        text = f"loss {loss:.4f}"  # row 22: It is that of rank 0's last batch.
++        text = f"loss {loss:.4f}"  # row 24: It is that of rank 0's last batch.
 +        print(f"epoch {epoch} | {text} | val_accuracy {accuracy:.4f}")
 +        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}
-+        saved["optimizer"] = optimizer.state_dict()  # row 47: Not the scheduler and best.
-+        torch.save(saved, path)  # row 45: A kill while it saves leaves half a file.
-+    if bad_epochs == 2:  # row 31: Only rank 0 has the sum of all ranks, yet every rank decides.
++        saved["optimizer"] = optimizer.state_dict()  # row 51: Not the scheduler and best.
++        torch.save(saved, path)  # row 49: A kill while it saves leaves half a file.
++    if bad_epochs == 2:  # row 34: Only rank 0 has the sum of all ranks, yet every rank decides.
 +        break
 """
 
@@ -1815,7 +1822,7 @@ class TheReview(TestCase):
         self.assertIn("module.weight", two["i"])
 
     def test_the_readme_shows_what_check_says_of_a_fault(self):
-        text = re.sub(r"(?m)^.*# row 22\n", "", readme_programs()["many.py"])
+        text = re.sub(r"(?m)^.*# row 24\n", "", readme_programs()["many.py"])
         runs = [printed_by(text, ranks) for ranks in (1, 2, 4, 1)]
         Path("job.py").write_text("")
         with (
@@ -1838,8 +1845,8 @@ class TheReview(TestCase):
     def test_answers_name_a_line_of_each_program(self):
         lines = answers()
         self.assertEqual(len(lines), len(FAULTS) + 17)
-        self.assertIn("a.py, line 39: row 22, The number is one rank's.", lines[0])
-        self.assertIn("train.py, line 34: row 38, A file is loaded to GPU 0.", lines[18])
+        self.assertIn("a.py, line 39: row 24, The number is one rank's.", lines[0])
+        self.assertIn("train.py, line 34: row 41, A file is loaded to GPU 0.", lines[18])
 
 
 def main():
