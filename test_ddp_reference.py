@@ -1590,7 +1590,7 @@ class TheCheck(TestCase):
         text = """
 import os, sys, time
 if os.environ["RANK"] == "0":
-    print(os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+    print(" ".join([os.environ["WORLD_SIZE"], *sys.argv[1:]]), flush=True)
     time.sleep(99 * ("killed" in sys.argv))
 """
         Path("job.py").write_text(f"options = '--checkpoint', '--log-every'{text}")
