@@ -4,37 +4,39 @@
     torchrun --standalone --nproc-per-node=4 ddp_reference.py    # with PyTorch's launcher
 
 In most scripts for several GPUs, the number of processes changes the result, because the batch size
-is set for each process, and each has its own BatchNorm statistics and random numbers. Here, a step
-is cut into a fixed number of shares, and any number of processes that divides the number of shares
-gives the same result, except for rounding. Only the speed changes. So you can debug on one GPU what
-went wrong on eight, compare a run on two GPUs with one on four, and go on from a checkpoint with
-four GPUs if the other four fail.
+is set for each process, and each has its own BatchNorm statistics and random numbers. Here, the
+batch of a step is cut into a fixed number of shares, and any number of processes that divides the
+number of shares gives the same result, except for rounding. Only the speed changes. So you can
+debug on one GPU what went wrong on eight, compare a run on two GPUs with one on four, and go on
+from a checkpoint with four GPUs if the other four fail.
 
 Each GPU gets a process. Processes are numbered from 0, and both the number and the process are
 called a rank. The number of ranks is the world size. Every rank holds a copy of the net. The
 samples of a step, its global batch, are divided into the shares (micro-batches), and these are
 dealt to the ranks. A rank runs a forward and a backward pass for each of its shares, one after the
-other, and so adds up their gradients. During its last backward pass, DistributedDataParallel (DDP)
-averages each gradient over the ranks as soon as its sum is complete. Then all ranks take the same
-optimizer step, so the copies stay equal.
+other, and so adds up their gradients. During the last backward pass of a step,
+DistributedDataParallel (DDP) averages each gradient over the ranks as soon as it is complete. Then
+all ranks take the same optimizer step, so the copies stay equal.
 
 This is gradient accumulation. But the samples, the random numbers and the BatchNorm statistics of a
-share depend only on the step and on the number of the share, never on the rank that computes it. So
-the result is the same on any such number of GPUs of one kind, except for rounding, which grows over
-the steps. The price is that even a single GPU computes one share at a time, which is slower than
-the whole batch at once, and that BatchNorm sees only one share at a time.
+share depend only on which share of which step it is, never on the rank that computes it. So the
+number of ranks does not matter on GPUs of one kind, except for rounding, which grows over the
+steps. The price is that even a single GPU computes one share at a time, which is slower than the
+whole batch at once, and that BatchNorm sees only one share at a time.
 
 By default there are 8 shares. If the number of ranks does not divide 8, there is one share for each
 rank instead, which gives another result. With one share for each rank, and equally many labels in
 each, a step is that of plain DDP.
 
 Collectives are calls that all ranks must make, in the same order. They are marked RANKS MEET. An
-all-reduce gives every rank the sum of all ranks' tensors, and a broadcast gives every rank the
-tensor of one rank. If a rank skips a collective, the others wait for it until --timeout ends the
-job. Or, worse, their call is paired with a later collective of that rank, and the data get mixed up
-without an error. RANKS DIFFER marks lines in which a rank does something of its own. If the net
-itself calls collectives, as nn.SyncBatchNorm does, or if it keeps state outside of its parameters
-and buffers, then the result still depends on the number of ranks.
+all-reduce replaces every rank's tensor by the sum of all, and a broadcast replaces it by that of
+one rank. If a rank skips a collective, the others wait for it until --timeout ends the job. Or,
+worse, their call is paired with a later collective of that rank, and the data get mixed up without
+an error. RANKS DIFFER marks lines in which a rank does something of its own.
+
+Two kinds of nets are an exception, so that their results depend on the number of ranks: those that
+call collectives themselves, as nn.SyncBatchNorm does, and those that keep state outside of their
+parameters and buffers.
 
 The chapters are: 1. your task, which you edit; 2. the data; 3. training; 4. checkpoints; 5. the
 processes. At the end, main() starts the ranks. Each calls run_rank(), which calls train(), which
@@ -57,7 +59,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # prevents a crash at the end of a process: pytorch/pytorch#190489
+import torch.distributed.nn  # Without it, processes may crash at their end: pytorch/pytorch#190489
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -199,7 +201,7 @@ class DistributedSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch, samples_read=0):
-        """Choose an epoch. Leave out its first samples, if all ranks together have read them."""
+        """Choose an epoch, and skip its first samples_read samples, which the ranks have read."""
         if samples_read % self.num_replicas:
             raise ValueError(f"{self.num_replicas} ranks cannot have read {samples_read} samples")
         self.epoch = epoch
@@ -227,8 +229,8 @@ class DistributedSampler(Sampler):
 def seed_generators(seed, *place):
     """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
-    place: some integers: none before the training, (epoch, index) for a sample, (epoch,
-    samples_read, share) for a share, and (batch,) in evaluation.
+    place: epoch, index for a sample, or epoch, samples_read, share for a share. In evaluation it is
+    the number of the batch, and before the training it is empty.
 
     Because generators are seeded at each place, no checkpoint has to hold their states.
     """
@@ -276,8 +278,8 @@ class EpochBatchSampler(BatchSampler):
 def collate_shares(shares, items):
     """Divide the items that this rank has read for a step: return {share: batch}.
 
-    Of 8 shares, share s has the samples at the positions s, s + 8, s + 16, ... of a step. Rank 1 of
-    2 reads the positions 1, 3, 5, ..., so each of its 4 shares gets every fourth of its items:
+    Of 8 shares, share s has the samples at the positions s, s + 8, s + 16, ... of a step. With 2
+    ranks, rank 1 reads the positions 1, 3, 5, ..., so each of its 4 shares gets every fourth item:
 
         position  1 3 5 7 9 11 13 15 ...
         share     1 3 5 7 1  3  5  7 ...
@@ -359,19 +361,19 @@ def train(args, device):
     sums = sums.to(device)
     if path and rank == 0:  # RANKS DIFFER
         print(f"{path}: epoch {first_epoch}/{args.epochs}, sample {samples_read}/{len(train_set)}")
-    if first_epoch == samples_read == 0:  # If the file cannot be written, a new job fails now.
+    if first_epoch == samples_read == 0:  # so that a wrong path ends the job before it has trained
         save_checkpoint(path, settings, parts, first_epoch, samples_read, sums)
 
     # model(x) returns what net(x) does, but its backward passes also average the gradients. So
     # training must call the model, and not the net, which is model.module. DDP joins the gradients
     # into a few large tensors (buckets), and averages a bucket as soon as all of its gradients are
-    # there. gradient_as_bucket_view saves copying them back. Each parameter must get a gradient. If
-    # some may get none, add find_unused_parameters=True.
+    # there. With gradient_as_bucket_view, parameter.grad is a part of the bucket, not a copy. Each
+    # parameter must get a gradient. If some may get none, add find_unused_parameters=True.
     # RANKS MEET: all get rank 0's parameters and buffers.
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    # By default, DDP also broadcasts rank 0's buffers before each forward pass. train_step() does
-    # this after the step instead, so that all ranks evaluate the net that is saved. (The argument
-    # of this name is deprecated, and would also prevent the copy of the buffers above.)
+    # By default, DDP broadcasts rank 0's buffers before each forward pass. train_step() does so at
+    # its end, so that all ranks evaluate the net that is saved. (The constructor's argument of this
+    # name is deprecated, and would also leave out the buffers in the line above.)
     model.broadcast_buffers = False
 
     for epoch in range(first_epoch, args.epochs):
@@ -384,7 +386,8 @@ def train(args, device):
         for _ in range(len(train_loader)):  # the steps that are left of the epoch
             factor = lr_factor(args, epoch + samples_read / len(train_set))
             for group, initial_lr in zip(optimizer.param_groups, initial_lrs):
-                group["lr"] = initial_lr * float(factor)  # torch.load() would refuse a NumPy float.
+                # The checkpoint holds the rate, and torch.load() would refuse a NumPy number.
+                group["lr"] = initial_lr * float(factor)
             batches = next(step_batches)  # RANKS DIFFER
             seeds = (args.seed, epoch, samples_read)
             clip = args.clip_grad_norm
@@ -426,13 +429,13 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
     counting = dist.all_reduce(num_labels, async_op=True)  # RANKS MEET
 
     # Forward passes change buffers, such as BatchNorm's running means. Plain DDP keeps the changes
-    # by rank 0, and we keep those by share 0: each share starts from the buffers of the last step,
-    # rank 0 computes share 0 last, and then all ranks get the buffers of rank 0.
+    # by rank 0, and we keep those by share 0: each share starts from the buffers before this step,
+    # rank 0 computes share 0 at the end, and then all ranks get the buffers of rank 0.
     shares = sorted(batches, reverse=True)
     start_buffers = [buffer.clone() for buffer in net.buffers()] if len(shares) > 1 else []
     num_shares = dist.get_world_size() * len(batches)  # of all ranks
     step_sums = 0
-    model.zero_grad()  # It comes first, as another net's backward pass may have left gradients.
+    model.zero_grad()  # It comes first, as the step of another net (in a GAN) may leave gradients.
     for share in shares:
         if share != shares[0]:
             for buffer, start_buffer in zip(net.buffers(), start_buffers, strict=True):
@@ -446,14 +449,15 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
             share_sums = batch_sums(model, batches[share], amp)
             counting.wait()  # From here on, num_labels is that of all ranks.
             # The gradient should be the sum over all shares, divided by num_labels. But DDP divides
-            # by the number of ranks, and the loop below by the number of a rank's shares: together,
-            # by num_shares. To undo this, the loss is multiplied by num_shares.
-            scale = num_shares / num_labels.clamp(min=1e-9)  # Without labels, 0 * inf would be nan.
+            # by the number of ranks, and we divide by the number of a rank's shares, after the last
+            # pass: together, by num_shares. To undo this, the loss is multiplied by num_shares.
+            # (The clamp is for steps without labels, where 0 * inf would be nan.)
+            scale = num_shares / num_labels.clamp(min=1e-9)
             loss = share_sums[0] * scale
             loss.backward()  # RANKS MEET in the last one.
         step_sums += share_sums.detach()
-    # The division by the number of shares could be part of the scale. But then the gradients that
-    # hooks (parameter.register_hook()) see would be smaller on fewer ranks.
+    # This division is not part of the scale, because the gradients that hooks see
+    # (parameter.register_hook()) would then be smaller on fewer ranks.
     if len(shares) > 1:
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -471,8 +475,8 @@ def train_step(model, optimizer, batches, seeds, clip_grad_norm=0, amp=False):
 def evaluate(net, loader, seed, amp=False):
     """Return the number of labels and the sums over the batches of all ranks: float64 (3,).
 
-    net: the bare net, because a DDP model may broadcast buffers, and ranks may have unequal numbers
-    of batches. It is left in eval mode.
+    net: the net without DDP, because a DDP model may call collectives, and ranks may have unequal
+    numbers of batches. It is left in eval mode.
     """
     net.eval()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -482,7 +486,7 @@ def evaluate(net, loader, seed, amp=False):
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        # The net may draw random numbers. It is seeded by the number of the batch among all ranks'.
+        # The net may draw random numbers, by the position of the batch in the validation set.
         seed_generators(seed, rank + index * world_size)  # RANKS DIFFER
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)
@@ -512,7 +516,7 @@ def broadcast_buffers(net):
 def check_copies(net):
     """Raise RuntimeError if a parameter is nan, or differs from rank 0's by more than rounding.
 
-    They drift apart if training calls net(x) in place of model(x), or if a parameter that did not
+    Copies drift apart if training calls net(x) in place of model(x), or if a parameter that did not
     require gradients when DDP was made is trained later. On GPUs of different kinds, they also
     drift apart by rounding.
     """
@@ -594,7 +598,7 @@ def run_rank(rank, world_size, args, init_method):
     # because mp.spawn() asks for that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()  # A crash in C code prints the stack.
-    # If a rank fails, the others get SIGTERM. Each then prints its stack, and (by chain) ends.
+    # If a rank fails, the others get SIGTERM. Each then prints its stack, and with chain it ends.
     faulthandler.register(signal.SIGTERM, chain=True)
     sys.stdout.reconfigure(line_buffering=True)  # Otherwise lines reach a file late.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))  # the rank on this machine, from torchrun
@@ -605,8 +609,8 @@ def run_rank(rank, world_size, args, init_method):
         device, backend = torch.device("cuda", local_rank % num_gpus), "nccl"
         torch.cuda.set_device(device)
         if world_size > num_gpus and "LOCAL_RANK" not in os.environ:
-            # This is for tests with more ranks than GPUs. NCCL refuses two ranks on one GPU, unless
-            # it takes them for two machines, because they have different NCCL_HOSTIDs.
+            # There are more ranks than GPUs, as in a check on one GPU. NCCL refuses to let ranks
+            # share a GPU, unless different NCCL_HOSTIDs make them look like different machines.
             os.environ["NCCL_HOSTID"] = str(rank)
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank)  # RANKS MEET

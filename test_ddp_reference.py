@@ -256,7 +256,7 @@ class Lesson2Step(TestCase):
             assert_close(net, expected, f"with 12 shares on {ranks} ranks")
 
 
-# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 23 to 27)
+# ---- Lesson 3: evaluation (broadcast_buffers, evaluate; 6 seconds; rows 24 to 28)
 # The printed loss and accuracy must be those of the saved net in one process with all samples. A
 # DistributedSampler would read some samples twice. Instead, the ranks divide the batches. With 26
 # samples and batches of 6 on two ranks, there are 6, 6, 6, 6 and 2: rank 0 gets three of them, and
@@ -332,7 +332,7 @@ class Lesson4Shares(TestCase):
                 assert_close(net, expected, "", tolerance)
 
 
-# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 50, 51)
+# ---- Lesson 5: stops, and other numbers of ranks (train, load_checkpoint; 5 seconds; rows 51, 52)
 # A job with augmentation, BatchNorm, dropout, a warm-up, clipping, uneven labels and two learning
 # rates must end with the net of plain_loop(), which is one process without DDP. It must do so even
 # if 3 ranks begin it, 2 ranks resume it after a kill, and 1 rank after another kill. It does,
@@ -1619,17 +1619,17 @@ CONV = "torch.nn.Conv1d(3, 3, 3, padding=1)"
 NORM = f"torch.nn.Sequential(torch.nn.BatchNorm1d(3), {CONV})"
 STOP = "    if num_correct > 0.973 * 64 * len(val_sampler):\n        break\n"
 FAULTS = {
-    "a": (24, "check", ADD_UP, ""),
+    "a": (25, "check", ADD_UP, ""),
     "b": (1, "check", " // world_size", ""),
     "c": (4, "blind", "    sampler.set_epoch(epoch)\n", ""),
-    "d": (23, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
+    "d": (24, "check", "range(rank, len(val_set), world_size)", "DistributedSampler(val_set)"),
     "e": (14, "check", CONV, NORM),
-    "f": (31, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
+    "f": (32, "fails", ADD_UP + IF_RANK_0, IF_RANK_0 + "    " + ADD_UP),
     "g": (5, "check", "Sampler(train_set, ", "Sampler(train_set, seed=rank, "),
     "h": (12, "check", "y.to(device))\n", "y.masked_fill(x[:, :1, 0] > 0, -100).to(device))\n"),
-    "i": (48, "blind", "model.module.state_dict()", "model.state_dict()"),
+    "i": (49, "blind", "model.module.state_dict()", "model.state_dict()"),
     "j": (7, "check", "cross_entropy(model(", "cross_entropy(model.module("),
-    "k": (34, "fails", ADD_UP, STOP + ADD_UP),
+    "k": (35, "fails", ADD_UP, STOP + ADD_UP),
     "l": (16, "check", LOOP, LOOP + AUGMENT),
     "m": (3, "check", "Sampler(train_set, ", "Sampler(train_set, num_replicas=1, rank=0, "),
     "n": (13, "check", "y.to(device))\n", 'y.to(device), reduction="sum") / (16 * 64)\n'),
@@ -1652,9 +1652,9 @@ TRAIN = """\
 -optimizer = torch.optim.SGD(model.parameters(), lr=1)
 -first_epoch = 0
 -found = [os.path.exists(path)]
--dist.broadcast_object_list(found)  # row 35
+-dist.broadcast_object_list(found)  # row 36
 -if found[0]:
--    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 41
+-    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 42
 +torch.manual_seed(rank)
 +train_set, val_set = random_split(  # row 5: Each rank splits in another way.
 +    TensorDataset(x, y), [96, 51]
@@ -1665,16 +1665,16 @@ TRAIN = """\
 +model = nn.Sequential(stem, nn.Dropout(0.1), nn.Conv1d(16, 3, 1)).to(device)
 +optimizer = torch.optim.SGD(model.parameters(), lr=1)
 +first_epoch, best, bad_epochs = 0, 0, 0
-+if os.path.exists(path):  # row 35: On another machine a rank may not find the file.
-+    saved = torch.load(path)  # row 41: There is no map_location.
++if os.path.exists(path):  # row 36: On another machine a rank may not find the file.
++    saved = torch.load(path)  # row 42: There is no map_location.
 @@
 -batch_size = 16 // (world_size * accum_steps)  # row 1
 +batch_size = 16 // accum_steps  # row 1: A step has 16 samples on each rank, but lr stays.
 @@
--val_sampler = range(rank, len(val_set), world_size)  # row 23
+-val_sampler = range(rank, len(val_set), world_size)  # row 24
 +num_steps = 4 * len(loader)  # row 2: It counts batches, but accum_steps of them make a step.
 +scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-+val_sampler = DistributedSampler(val_set, shuffle=False)  # row 23: On two ranks, 51 become 52.
++val_sampler = DistributedSampler(val_set, shuffle=False)  # row 24: On two ranks, 51 become 52.
 @@
 -for epoch in range(first_epoch, 3):
 -    sampler.set_epoch(epoch)  # row 4
@@ -1706,25 +1706,25 @@ TRAIN = """\
 +            scheduler.step()
 @@
 -            num_correct += (model.module(x.to(device)).argmax(dim=1) == y.to(device)).sum()
--    dist.all_reduce(num_correct)  # row 24
+-    dist.all_reduce(num_correct)  # row 25
 +            y, logits = y.to(device), model.module(x.to(device))
-+            num_correct += (logits.argmax(dim=1) == y).sum()  # row 27: BatchNorm's, here.
++            num_correct += (logits.argmax(dim=1) == y).sum()  # row 28: BatchNorm's, here.
 +    dist.reduce(num_correct, dst=0)
 +    bad_epochs = 0 if num_correct > best else bad_epochs + 1
 +    best = max(best, num_correct.item())
      if rank == 0:
 -        print(f"epoch {epoch} | val_accuracy {num_correct / (25 * 64):.4f}")
--        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}  # row 48
--        saved["optimizer"] = optimizer.state_dict()  # row 51
+-        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}  # row 49
+-        saved["optimizer"] = optimizer.state_dict()  # row 52
 -        torch.save(saved, f"{path}.tmp")
--        os.replace(f"{path}.tmp", path)  # row 49
+-        os.replace(f"{path}.tmp", path)  # row 50
 +        accuracy = num_correct / (len(val_set) * 64)
-+        text = f"loss {loss:.4f}"  # row 24: It is that of rank 0's last batch.
++        text = f"loss {loss:.4f}"  # row 25: It is that of rank 0's last batch.
 +        print(f"epoch {epoch} | {text} | val_accuracy {accuracy:.4f}")
 +        saved = {"net": model.module.state_dict(), "epoch": epoch + 1}
-+        saved["optimizer"] = optimizer.state_dict()  # row 51: Not the scheduler and best.
-+        torch.save(saved, path)  # row 49: A kill while it saves leaves half a file.
-+    if bad_epochs == 2:  # row 34: Only rank 0 has the sum of all ranks, yet every rank decides.
++        saved["optimizer"] = optimizer.state_dict()  # row 52: Not the scheduler and best.
++        torch.save(saved, path)  # row 50: A kill while it saves leaves half a file.
++    if bad_epochs == 2:  # row 35: Only rank 0 has the sum of all ranks, yet every rank decides.
 +        break
 """
 
@@ -1822,7 +1822,7 @@ class TheReview(TestCase):
         self.assertIn("module.weight", two["i"])
 
     def test_the_readme_shows_what_check_says_of_a_fault(self):
-        text = re.sub(r"(?m)^.*# row 24\n", "", readme_programs()["many.py"])
+        text = re.sub(r"(?m)^.*# row 25\n", "", readme_programs()["many.py"])
         runs = [printed_by(text, ranks) for ranks in (1, 2, 4, 1)]
         Path("job.py").write_text("")
         with (
@@ -1845,8 +1845,8 @@ class TheReview(TestCase):
     def test_answers_name_a_line_of_each_program(self):
         lines = answers()
         self.assertEqual(len(lines), len(FAULTS) + 17)
-        self.assertIn("a.py, line 39: row 24, The number is one rank's.", lines[0])
-        self.assertIn("train.py, line 34: row 41, A file is loaded to GPU 0.", lines[18])
+        self.assertIn("a.py, line 39: row 25, The number is one rank's.", lines[0])
+        self.assertIn("train.py, line 34: row 42, A file is loaded to GPU 0.", lines[18])
 
 
 def main():
