@@ -49,7 +49,7 @@ if [ -n "${TORCH-}" ] || [ -n "$(lacks "$base")" ]; then
     fi
 fi
 
-# Otherwise glibc gives back the memory of large tensors after each step, which costs a CPU a quarter.
+# Otherwise glibc gives back the memory of large tensors after each step, which slows a CPU down.
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824
 
 case ${1-} in
