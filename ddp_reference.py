@@ -34,9 +34,9 @@ one rank. If a rank skips a collective, the others wait for it until --timeout e
 worse, their call is paired with a later collective of that rank, and the data get mixed up without
 an error. RANKS DIFFER marks lines in which a rank does something of its own.
 
-Two kinds of nets are an exception, so that their results depend on the number of ranks: those that
-call collectives themselves, as nn.SyncBatchNorm does, and those that keep state outside of their
-parameters and buffers.
+The results of two kinds of nets still depend on the number of ranks: nets that call collectives
+themselves, as nn.SyncBatchNorm does, and nets that keep state outside of their parameters and
+buffers.
 
 The chapters are: 1. your task, which you edit; 2. the data; 3. training; 4. checkpoints; 5. the
 processes. At the end, main() starts the ranks. Each calls run_rank(), which calls train(), which
@@ -229,8 +229,8 @@ class DistributedSampler(Sampler):
 def seed_generators(seed, *place):
     """Seed PyTorch, NumPy and Python by the seed and by a place in the training.
 
-    place: epoch, index for a sample, or epoch, samples_read, share for a share. In evaluation it is
-    the number of the batch, and before the training it is empty.
+    place: (epoch, index) for a sample, (epoch, samples_read, share) for a share, (batch,) in
+    evaluation, and () before the training.
 
     Because generators are seeded at each place, no checkpoint has to hold their states.
     """
@@ -486,7 +486,7 @@ def evaluate(net, loader, seed, amp=False):
     # Ranks may have unequal numbers of batches, so there is no collective in the loop.
     for index in range(len(loader)):
         batch = next(batches)
-        # The net may draw random numbers, by the position of the batch in the validation set.
+        # Random numbers of the net follow from the position of the batch in the validation set.
         seed_generators(seed, rank + index * world_size)  # RANKS DIFFER
         sums[0] += count_labels(batch)
         sums[1:] += batch_sums(net, batch, amp)

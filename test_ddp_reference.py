@@ -10,9 +10,8 @@ each lesson the functions that its title names.
 
 Each lesson ends with a line to change, in ddp_reference.py except in Lesson 0, and a question.
 Predict the answer, change the line, run the lesson (`bash run.sh test -k Lesson2`), compare its
-message with your answer, and undo the change.
-The answers stand at the end of this file. A training with one of these faults looks normal, which
-is why a reviewer has to find them.
+message with your answer, and undo the change. The answers stand at the end of this file. A training
+with one of these faults looks normal, which is why a reviewer has to find them.
 """
 
 import atexit
@@ -274,7 +273,7 @@ class Lesson2Step(TestCase):
 #
 # Then undo this, and indent `dist.all_reduce(sums)` in evaluate(), so that it is in the loop. In
 # which round does a rank then wait for the other in vain, on two ranks with 12 samples a step? The
-# message ends with how it learns that: here the other rank has ended.
+# message says that the connection was closed or reset, because the other rank has ended.
 def net_with_state():
     """Return a net with batch statistics, with buffers of its own, and with random numbers."""
     # spectral_norm() divides the weight by its norm, which it estimates in buffers.
@@ -437,9 +436,8 @@ def run_job(world_size, options="", **replacements):
     replacements: in place of names in ddp_reference.py. They are pickled, so functions must stand
     at the top level of this file.
     """
-    faulthandler.dump_traceback_later(
-        300, exit=True
-    )  # if this job hangs, until the next one starts
+    # If this job hangs, the tests end. The next job starts the clock anew.
+    faulthandler.dump_traceback_later(300, exit=True)
     # The ranks are forked from a process that has done the slow imports.
     mp.set_forkserver_preload(["ddp_reference", "test_ddp_reference", "torch._dynamo"])
     # The port is opened here, because a store that opens its own listens on all networks.
@@ -1656,9 +1654,7 @@ TRAIN = """\
 -if found[0]:
 -    saved = torch.load(path, map_location="cpu", weights_only=True)  # row 42
 +torch.manual_seed(rank)
-+train_set, val_set = random_split(  # row 5: Each rank splits in another way.
-+    TensorDataset(x, y), [96, 51]
-+)
++train_set, val_set = random_split(TensorDataset(x, y), [96, 51])  # row 5: Each rank's differ.
 +norm = nn.BatchNorm1d(16)  # row 14: It sees 8 samples, whatever the step has. (May be intended.)
 +stem = nn.Sequential(nn.Conv1d(3, 16, 3, padding=1, bias=False), norm, nn.ReLU())
 +stem.requires_grad_(False)  # The last layer learns first.
@@ -1846,7 +1842,7 @@ class TheReview(TestCase):
         lines = answers()
         self.assertEqual(len(lines), len(FAULTS) + 17)
         self.assertIn("a.py, line 39: row 25, The number is one rank's.", lines[0])
-        self.assertIn("train.py, line 34: row 42, A file is loaded to GPU 0.", lines[18])
+        self.assertIn("train.py, line 32: row 42, A file is loaded to GPU 0.", lines[18])
 
 
 def main():
